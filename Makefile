@@ -1,0 +1,36 @@
+# make demo: environment, then extract, train, evaluate on the embedded verifier. make test: environment, then all checks.
+VENV ?= .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+STAMP := $(shell date +%Y%m%d-%H%M%S)
+RUN := outputs/demo/$(STAMP)
+
+.PHONY: help demo test lint format clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+$(READY): pyproject.toml requirements/cpu.txt requirements/no-deps.txt scripts/setup_env.sh
+	VENV=$(VENV) scripts/setup_env.sh
+	@touch $@
+
+demo: $(READY)  ## extract, train and evaluate the embedded verifier; ends in a table and a plot
+	$(PY) extract.py
+	$(PY) train.py experiment=demo run_dir=$(RUN)
+	$(PY) evaluate.py draft=$(RUN)/draft decode.untrained=true
+	@echo "set-up of the environment took $$(cat $(VENV)/setup_seconds) s (once)"
+
+test: $(READY) lint  ## lint, types, tests
+	$(PY) -m pytest
+
+lint: $(READY)  ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(READY)  ## rewrite the files in the house format
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:  ## remove the environment and caches (never outputs or stores)
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis

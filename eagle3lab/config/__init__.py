@@ -1,0 +1,1 @@
+"""Typed configuration: schema, checks, names, errors. Nothing in this room imports torch."""

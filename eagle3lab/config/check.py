@@ -1,0 +1,250 @@
+"""Values that parse but cannot work. Every check adds a `Problem`; nothing raises before all were made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import Problem
+from .schema import (
+    Accelerator,
+    Attention,
+    DataConfig,
+    DraftConfig,
+    EvaluateRoot,
+    ExtractRoot,
+    HardwareConfig,
+    LossConfig,
+    ModelConfig,
+    NoiseConfig,
+    NoiseKind,
+    OptimConfig,
+    TrainerConfig,
+    TrainRoot,
+    VerifierSource,
+)
+
+
+def check_train(cfg: TrainRoot) -> list[Problem]:
+    """Every problem of a training configuration."""
+    return [
+        *_model(cfg.model),
+        *_data(cfg.data),
+        *_hardware(cfg.hardware),
+        *_noise(cfg.noise),
+        *_draft(cfg.draft, cfg.model),
+        *_loss(cfg.loss),
+        *_optim(cfg.optim),
+        *_budget(cfg.train, cfg.hardware),
+    ]
+
+
+def check_extract(cfg: ExtractRoot) -> list[Problem]:
+    """Every problem of an extraction configuration."""
+    e = cfg.extract
+    return [
+        *_model(cfg.model),
+        *_data(cfg.data),
+        *_hardware(cfg.hardware),
+        *_positive("extract.batch_tokens", e.batch_tokens),
+        *_positive("extract.shard_tokens", e.shard_tokens),
+        *_positive("extract.self_test_rows", e.self_test_rows),
+        *_layer_ids("extract.layer_ids", e.layer_ids, cfg.model),
+    ]
+
+
+def check_evaluate(cfg: EvaluateRoot) -> list[Problem]:
+    """Every problem of an evaluation configuration."""
+    problems = [
+        *_model(cfg.model),
+        *_hardware(cfg.hardware),
+        *_positive("decode.max_new_tokens", cfg.decode.max_new_tokens),
+    ]
+    if not cfg.decode.k or any(k < 1 for k in cfg.decode.k):
+        problems.append(Problem("decode.k", cfg.decode.k, "a list of numbers from 1", "decode.k=[3]"))
+    if not Path(cfg.draft_dir).expanduser().is_dir():
+        problems.append(
+            Problem(
+                "draft is not a directory",
+                cfg.draft_dir,
+                "the draft/ of a training run",
+                "draft=outputs/NAME/STAMP/draft",
+            )
+        )
+    return problems
+
+
+def _positive(key: str, value: float | None, *, least: float = 1) -> Iterator[Problem]:
+    if value is not None and not (value >= least and math.isfinite(value)):
+        yield Problem(key, value, f"at least {least:g}", f"{key}={least:g}")
+
+
+def _within(
+    key: str, value: float | None, low: float, high: float, *, open_low: bool = False
+) -> Iterator[Problem]:
+    if value is None:
+        return
+    if not (math.isfinite(value) and (low < value if open_low else low <= value) and value <= high):
+        bracket = "(" if open_low else "["
+        yield Problem(
+            key, value, f"a number in {bracket}{low:g}, {high:g}]", f"{key}={high if open_low else low:g}"
+        )
+
+
+def _model(model: ModelConfig) -> Iterator[Problem]:
+    if model.source is VerifierSource.local and not model.path:
+        yield Problem(
+            "model.path must be given for model.source=local", fix="model.path=/directory/of/the/verifier"
+        )
+    if model.source is not VerifierSource.local and model.path:
+        yield Problem(
+            "model.path contradicts model.source",
+            f"{model.path} and {model.source.value}",
+            "a path only with model.source=local",
+            f"model=local model.name=NAME model.path={model.path}",
+        )
+    yield from _layer_ids("model.aux_layer_ids", model.aux_layer_ids, model)
+
+
+def _layer_ids(key: str, ids: list[int] | None, model: ModelConfig) -> Iterator[Problem]:
+    if ids is None:
+        return
+    last = model.shapes.num_layers - 1 if model.shapes else None
+    if not ids or sorted(set(ids)) != ids or ids[0] < 1 or (last is not None and ids[-1] > last):
+        top = str(last) if last is not None else "n-1 of n layers"
+        yield Problem(
+            key, ids, f"distinct increasing ids from 1 to {top} (0 is the embedding)", f"{key}=null"
+        )
+
+
+def _data(data: DataConfig) -> Iterator[Problem]:
+    yield from _positive("data.max_conversations", data.max_conversations)
+    yield from _positive("data.max_tokens", data.max_tokens)
+    yield from _positive("data.max_len", data.max_len, least=4)
+    if not 0 <= data.validation_share < 1:
+        yield Problem(
+            "data.validation_share", data.validation_share, "a number in [0, 1)", "data.validation_share=0.05"
+        )
+    if not data.paths:
+        yield Problem("data.paths is empty", fix="data.paths=[conversations.jsonl]")
+    for path in data.paths:
+        if path != path.strip():
+            yield Problem(
+                "data.paths has a blank at its end",
+                path,
+                "the file's exact name",
+                f"data.paths=['{path.strip()}']",
+            )
+
+
+def _hardware(hardware: HardwareConfig) -> Iterator[Problem]:
+    yield from _positive("hardware.num_devices", hardware.num_devices)
+    yield from _positive("hardware.num_nodes", hardware.num_nodes)
+    yield from _positive("hardware.num_loader_workers", hardware.num_loader_workers, least=0)
+    yield from _positive("hardware.num_threads", hardware.num_threads)
+    yield from _within("hardware.assumed_mfu", hardware.assumed_mfu, 0, 1, open_low=True)
+    if hardware.accelerator is Accelerator.cpu and hardware.attention is Attention.flex:
+        yield Problem(
+            "flex attention has no backward on CPU",
+            "hardware.attention=flex",
+            "sdpa or eager",
+            "hardware.attention=auto",
+        )
+
+
+def _noise(noise: NoiseConfig) -> Iterator[Problem]:
+    if not (math.isfinite(noise.scale) and noise.scale >= 0):
+        yield Problem("noise.scale", noise.scale, "a finite number from 0", "noise.scale=0.05")
+    elif noise.kind is NoiseKind.none and noise.scale != 0:
+        yield Problem(
+            "noise.scale is set but noise.kind is none",
+            noise.scale,
+            "0",
+            f"noise.kind=uniform noise.scale={noise.scale:g}",
+        )
+    elif noise.kind is not NoiseKind.none and noise.scale == 0:
+        yield Problem(f"noise.kind is {noise.kind.value} but noise.scale is 0", fix="noise=none")
+
+
+def _draft(draft: DraftConfig, model: ModelConfig) -> Iterator[Problem]:
+    yield from _positive("draft.num_layers", draft.num_layers)
+    yield from _positive("draft.vocab_size", draft.vocab_size, least=2)
+    yield from _within("draft.ttt_steps", draft.ttt_steps, 1, 16)
+    yield from _layer_ids("draft.aux_layer_ids", draft.aux_layer_ids, model)
+    for key in ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window"):
+        yield from _positive(f"draft.{key}", getattr(draft, key))
+    if draft.norm_before_fc and draft.fc_norm:
+        yield Problem(
+            "draft.norm_before_fc and draft.fc_norm exclude each other", fix="draft.norm_before_fc=false"
+        )
+    heads = draft.num_heads or (model.shapes.num_heads if model.shapes else None)
+    kv_heads = draft.num_kv_heads or (model.shapes.num_kv_heads if model.shapes else None)
+    if heads and kv_heads and heads % kv_heads:
+        yield Problem(
+            "draft.num_heads",
+            heads,
+            f"a multiple of the {kv_heads} key-value heads",
+            f"draft.num_heads={kv_heads}",
+        )
+
+
+def _loss(loss: LossConfig) -> Iterator[Problem]:
+    yield from _within("loss.step_decay", loss.step_decay, 0, 1, open_low=True)
+
+
+def _optim(optim: OptimConfig) -> Iterator[Problem]:
+    yield from _within("optim.lr", optim.lr, 0, 1, open_low=True)
+    yield from _within("optim.lr_min_share", optim.lr_min_share, 0, 1)
+    yield from _within("optim.weight_decay", optim.weight_decay, 0, 1)
+    yield from _within("optim.grad_clip_norm", optim.grad_clip_norm, 0, math.inf, open_low=True)
+    if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
+        yield Problem("optim.betas", optim.betas, "two numbers in [0, 1)", "optim.betas=[0.9,0.95]")
+    yield from _positive("optim.lr_warmup_updates", optim.lr_warmup_updates, least=0)
+    yield from _positive("optim.lr_warmup_tokens", optim.lr_warmup_tokens, least=0)
+    if optim.lr_warmup_updates and optim.lr_warmup_tokens:
+        yield Problem(
+            "optim.lr_warmup_updates and optim.lr_warmup_tokens are both set",
+            f"{optim.lr_warmup_updates} and {optim.lr_warmup_tokens}",
+            "one of them",
+            "optim.lr_warmup_updates=null",
+        )
+
+
+def _budget(train: TrainerConfig, hardware: HardwareConfig) -> Iterator[Problem]:
+    yield from _positive("train.seq_len", train.seq_len, least=16)
+    for key in (
+        "tokens_per_update",
+        "max_epochs",
+        "max_updates",
+        "max_tokens",
+        "validate_every_updates",
+        "save_every_updates",
+        "log_every_updates",
+    ):
+        yield from _positive(f"train.{key}", getattr(train, key))
+    yield from _positive("train.self_test_rows", train.self_test_rows)
+    if train.max_epochs is None and train.max_updates is None and train.max_tokens is None:
+        yield Problem(
+            "nothing ends the run",
+            expected="train.max_epochs, train.max_updates or train.max_tokens",
+            fix="train.max_epochs=1",
+        )
+    if hardware.attention is Attention.flex and train.seq_len % 128:
+        near = max(128, round(train.seq_len / 128) * 128)
+        yield Problem(
+            "train.seq_len", train.seq_len, "a multiple of 128 for flex attention", f"train.seq_len={near}"
+        )
+    if train.tokens_per_update is not None and hardware.num_devices is not None:
+        unit = train.seq_len * hardware.num_devices * hardware.num_nodes
+        if train.tokens_per_update % unit:
+            near = max(1, round(train.tokens_per_update / unit)) * unit
+            yield Problem(
+                "train.tokens_per_update",
+                train.tokens_per_update,
+                f"a multiple of {unit} (train.seq_len x devices x nodes)",
+                f"train.tokens_per_update={near}",
+            )
+
+
+CHECKS = {"train": check_train, "extract": check_extract, "evaluate": check_evaluate}

@@ -1,0 +1,244 @@
+"""From Hydra's configuration to the typed one, and from Hydra's errors to one clear message.
+
+Source of the rules: Hydra 1.3 composes the groups, OmegaConf checks types. What both let through
+(`+key`) or say badly (a bare traceback) is handled here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from .errors import Problem, UserError
+from .schema import EvaluateRoot, ExtractRoot, TrainRoot
+from .stamp import run_stamp
+
+Check = Callable[[Any], list[Problem]]
+ROOTS: dict[str, type] = {"train": TrainRoot, "extract": ExtractRoot, "evaluate": EvaluateRoot}
+
+
+def config_directory() -> Path:
+    """The `conf/` of a checkout or an editable install, else the one inside the wheel."""
+    package = Path(__file__).resolve().parent.parent
+    for candidate in (package.parent / "conf", package / "conf"):
+        if (candidate / "train.yaml").is_file():
+            return candidate
+    raise UserError(Problem("the configuration directory conf/ is missing", str(package.parent)))
+
+
+def register() -> None:
+    """Make the typed roots and the resolver known to Hydra; safe to call twice."""
+    store = ConfigStore.instance()
+    for name, root in ROOTS.items():
+        store.store(name=f"{name}_schema", node=root)
+    OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True)
+
+
+def to_typed(cfg: DictConfig, root: type) -> tuple[Any, list[Problem]]:
+    """The configuration as dataclasses, and its problems.
+
+    Problems are keys the schema does not have (also those added with `+`), mandatory values that are
+    missing and values of a wrong type. With missing or wrong values the first result is None.
+    """
+    names = [f.name for f in dataclasses.fields(root)]
+    problems = [unknown_key(str(key), root) for key in cfg if key not in (*names, "hydra")]
+    plain = OmegaConf.masked_copy(cfg, names)
+    missing = sorted(OmegaConf.missing_keys(plain))
+    if missing:
+        shown = ["draft" if key == "draft_dir" else key for key in missing]
+        return None, problems + [Problem(f"{key} must be given", fix=f"{key}=...") for key in shown]
+    values = {}
+    for name in names:
+        try:
+            value = plain[name]
+            values[name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException as error:
+            problems.append(_from_message(str(error)))
+            continue
+        problems += [unknown_key(key, root) for key in _unknown_keys(values[name], f"{name}.")]
+    return (root(**values) if len(values) == len(names) else None), problems
+
+
+def _unknown_keys(node: Any, prefix: str) -> Iterator[str]:
+    if not dataclasses.is_dataclass(node):
+        return
+    known = {f.name for f in dataclasses.fields(node)}
+    for name, value in vars(node).items():
+        if name not in known:
+            yield prefix + name
+        else:
+            yield from _unknown_keys(value, f"{prefix}{name}.")
+
+
+# what people type when they come from other trainers
+_SYNONYMS = {
+    "learning_rate": "optim.lr",
+    "batch_size": "train.tokens_per_update",
+    "accumulate_grad_batches": "train.tokens_per_update",
+    "epochs": "train.max_epochs",
+    "max_steps": "train.max_updates",
+    "steps": "train.max_updates",
+    "warmup_steps": "optim.lr_warmup_updates",
+    "max_seq_len": "train.seq_len",
+    "std": "noise.scale",
+    "devices": "hardware.num_devices",
+    "num_speculative_tokens": "decode.k",
+}
+
+
+def unknown_key(key: str, root: type) -> Problem:
+    """The problem of a key that the schema does not have, with the nearest one it has."""
+    known = list(dict.fromkeys([*_groups(root), *all_keys(root)]))
+    parent, _, leaf = key.rpartition(".")
+    leaves = {k.rpartition(".")[2]: k for k in known} | {s: k for s, k in _SYNONYMS.items() if k in known}
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    if not near:
+        near = [leaves[match] for match in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
+    siblings = [k.rpartition(".")[2] for k in known if k.rpartition(".")[0] == parent]
+    expected = f"one of {', '.join(siblings or _groups(root))}"
+    return Problem(f"unknown key {key}", expected=expected, fix=f"{near[0]}=..." if near else "")
+
+
+def all_keys(root: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a schema, leaves only."""
+    for f in dataclasses.fields(root):
+        value = f.default_factory() if f.default_factory is not dataclasses.MISSING else None
+        if dataclasses.is_dataclass(value):
+            yield from all_keys(type(value), f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name
+
+
+def _groups(root: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(root)]
+
+
+def command_line(entry: str, argv: Sequence[str]) -> list[str]:
+    """`argv` for Hydra. `evaluate.py draft=DIR` names a directory, which Hydra would take for the group `draft`."""
+    if entry != "evaluate":
+        return list(argv)
+    return [re.sub(r"^(\+*)draft=", r"\1draft_dir=", word) for word in argv]
+
+
+def is_composition_error(error: Exception) -> bool:
+    """True for what Hydra and OmegaConf raise about a command line, a float as group option included."""
+    return isinstance(error, HydraException | OmegaConfBaseException) or (
+        isinstance(error, ValueError) and str(error).startswith("Config group override must be")
+    )
+
+
+def explain(error: Exception, entry: str, overrides: Sequence[str], check: Check) -> UserError:
+    """All problems that the command line has with the configuration, as one `UserError`.
+
+    Hydra stops at the first; each override is therefore composed alone and every failure kept. The
+    overrides that compose are then checked together, so that their values are reported too.
+    """
+    root = ROOTS[entry]
+    problems: list[Problem] = []
+    good = []
+    for override in overrides:
+        if override.startswith(("hydra.", "hydra/", "~", "-")) or _is_sweep(override):
+            continue
+        _, alone = _compose(entry, [override])
+        if alone is None:
+            good.append(override)
+            continue
+        problem = _problem_of(alone, root, override)
+        if problem not in problems:
+            problems.append(problem)
+    cfg, again = _compose(entry, good)
+    if cfg is not None and again is None and problems:
+        typed, more = to_typed(cfg, root)
+        problems += more + (check(typed) if typed is not None else [])
+    return UserError(*(problems or [_problem_of(error, root, "")]))
+
+
+def _is_sweep(override: str) -> bool:
+    value = override.partition("=")[2]
+    return bool(re.search(r"^[^\[{'\"]*,", value)) or value.startswith(("choice(", "range(", "glob("))
+
+
+def _compose(entry: str, overrides: Sequence[str]) -> tuple[DictConfig | None, Exception | None]:
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(config_directory()), version_base="1.3"):
+            return compose(entry, overrides=list(overrides)), None
+    except Exception as error:
+        if not is_composition_error(error):
+            raise
+        return None, error
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _problem_of(error: Exception, root: type, override: str) -> Problem:
+    key, _, value = override.lstrip("+").partition("=")
+    if isinstance(error, MissingConfigException):
+        return _missing_option(error, key, value)
+    if isinstance(error, OverrideParseException):
+        return Problem(
+            "the override cannot be parsed",
+            override or str(error),
+            "KEY=VALUE; a value with = , # ( ) or blanks needs quotes inside the shell's own",
+            f"'{key}=\"{value}\"'" if key else "",
+        )
+    messages = [str(error)]
+    cause = error.__cause__
+    while cause is not None:
+        messages.append(str(cause))
+        cause = cause.__cause__
+    text = "\n".join(messages)
+    if "No match in the defaults list" in text or "Could not override" in text or "not in" in text:
+        full_key = re.search(r"full_key: (\S+)", text)
+        return unknown_key(full_key.group(1) if full_key else key or "?", root)
+    if "Multiple values for" in text:
+        return Problem(f"{key} is chosen already", override, "one option per group", f"{key}={value}")
+    if text.startswith("Config group override must be"):
+        return _missing_option(MissingConfigException("", f"{key}/{value}", _options(key)), key, value)
+    return _from_message(text, value)
+
+
+def _options(group: str) -> list[str]:
+    return sorted(f.stem for f in (config_directory() / group).glob("*.yaml"))
+
+
+def _missing_option(error: MissingConfigException, key: str, value: str) -> Problem:
+    options = list(error.options or [])
+    group = (error.missing_cfg_file or f"{key}/{value}").rpartition("/")[0] or key
+    wanted = (error.missing_cfg_file or value).rpartition("/")[2]
+    near = difflib.get_close_matches(wanted, options, n=1, cutoff=0.4)
+    return Problem(
+        f"the group {group} has no option",
+        wanted,
+        f"one of {', '.join(options)}" if options else "an existing configuration file",
+        f"{group}={near[0]}" if near else "",
+    )
+
+
+def _from_message(text: str, value: str | None = None) -> Problem:
+    key_match = re.search(r"full_key: (\S+)", text)
+    key = key_match.group(1) if key_match else "configuration"
+    line = next(
+        (ln for ln in text.splitlines() if "Value " in ln or "Invalid value" in ln), text.splitlines()[0]
+    )
+    line = line.partition(": ")[2] if line.startswith("Error merging override") else line
+    wanted = re.search(r"could not be converted to (\w+)|expected one of (\[.*\])|is not a valid (\w+)", line)
+    kinds = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+    if wanted:
+        name = next(g for g in wanted.groups() if g)
+        shown = re.search(r"[Vv]alue '?([^']*)'? ", line)
+        return Problem(
+            f"{key} has the wrong type", value or (shown.group(1) if shown else None), kinds.get(name, name)
+        )
+    return Problem(f"{key}: {line.strip()}")

@@ -1,0 +1,59 @@
+"""The one exception family for mistakes a user can mend, and the exit codes that go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+EXIT_USER_ERROR = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: what is wrong, the value found, what was expected, the override that mends it."""
+
+    what: str
+    value: object = None
+    expected: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        text = self.what
+        if self.value is not None:
+            text += f": {self.value!r}"
+        if self.expected:
+            text += f"; expected {self.expected}"
+        if self.fix:
+            text += f"\n    try: {self.fix}"
+        return text
+
+
+class UserError(Exception):
+    """A mistake of the user's. `cli` prints it without a traceback and exits with code 2.
+
+    Programming errors use `assert` or the builtin exceptions instead, and keep their traceback.
+    """
+
+    def __init__(self, *problems: Problem | str) -> None:
+        self.problems: tuple[Problem, ...] = tuple(
+            p if isinstance(p, Problem) else Problem(p) for p in problems
+        )
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """One message for all problems, each on its own line."""
+        if len(self.problems) == 1:
+            return str(self.problems[0])
+        lines = [f"{len(self.problems)} problems:"]
+        lines += [f"  {i}. {p}" for i, p in enumerate(self.problems, 1)]
+        return "\n".join(lines)
+
+
+class IntegrityError(UserError):
+    """An artefact on disk is not what it says it is (checksum, identity, shape, alignment)."""
+
+
+def raise_all(problems: Sequence[Problem]) -> None:
+    """Raise every collected problem as one `UserError`; do nothing when there is none."""
+    if problems:
+        raise UserError(*problems)

@@ -1,0 +1,49 @@
+"""Names of runs, made from what was chosen and what was changed, so that no name can lie."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+
+from .schema import NoiseConfig, NoiseKind, TrainRoot
+
+MAX_LENGTH = 120
+# where or how long a run computes, not what: these never change a result's meaning
+_SILENT = ("hardware", "logger", "store", "outputs", "run_name", "run_dir", "resume", "plan", "hydra")
+
+
+def noise_label(noise: NoiseConfig) -> str:
+    """`none`, `uniform0.05`, `gaussian0.1`: from the values, not from the option's name."""
+    return "none" if noise.kind is NoiseKind.none else f"{noise.kind.value}{noise.scale:g}"
+
+
+def run_name(cfg: TrainRoot, overrides: Sequence[str]) -> str:
+    """`<model>-<data>-<draft>-<noise>` and every other override of the command line.
+
+    `noise=uniform0.05 noise.scale=0.3` is `...-uniform0.3`. Long names are cut and carry a hash of
+    the whole, so two different runs never share a name.
+    """
+    parts = [cfg.model.name, cfg.data.name, cfg.draft.name, noise_label(cfg.noise)]
+    for override in sorted(overrides):
+        key, _, value = override.lstrip("+").partition("=")
+        group = key.partition(".")[0]
+        if group in (*_SILENT, "noise") or key in ("model", "data", "draft", "model.path", "data.paths"):
+            continue
+        leaf = key.rpartition(".")[2]
+        parts.append(f"{leaf}_{value}" if "." in key else f"{value}")
+    return safe_name("-".join(parts))
+
+
+def safe_name(text: str) -> str:
+    """`text` as one path component; distinct texts stay distinct (a hash is added when any were changed)."""
+    clean = re.sub(r"[^\w.+-]+", "_", text).strip("._")
+    if clean == text and len(clean) <= MAX_LENGTH:
+        return clean
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{clean[: MAX_LENGTH - 9]}-{digest}"
+
+
+def store_name(cfg_model_name: str, cfg_data_name: str) -> str:
+    """Default store of a verifier and a data option."""
+    return f"stores/{safe_name(cfg_model_name)}-{safe_name(cfg_data_name)}"

@@ -1,0 +1,348 @@
+"""The typed configuration of the three entry points. `conf/` fills it, `check.py` validates it.
+
+Every field has a default that is safe for the embedded verifier, so a group file in `conf/` only
+states what it changes. Units are in the names: `*_tokens`, `*_updates`, `*_gib`, `*_seconds`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class VerifierSource(Enum):
+    """Where the verifier's files come from."""
+
+    local = "local"  # a directory given as model.path
+    smollm2_135m = "smollm2_135m"  # fetched once from its package, converted, cached
+    tiny = "tiny"  # shipped with eagle3lab, for tests
+
+
+class DataFormat(Enum):
+    auto = "auto"  # decided per record by its keys
+    messages = "messages"  # {"messages": [{"role", "content"}]}
+    sharegpt = "sharegpt"  # {"conversations": [{"from", "value"}]}
+
+
+class TooLong(Enum):
+    drop = "drop"
+    truncate = "truncate"
+
+
+class Accelerator(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Strategy(Enum):
+    auto = "auto"  # one process for one device, ddp for several
+    ddp = "ddp"
+
+
+class Precision(Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"  # bf16 autocast over fp32 masters
+
+
+class Attention(Enum):
+    auto = "auto"  # flex on cuda, sdpa on cpu
+    flex = "flex"
+    sdpa = "sdpa"
+    eager = "eager"
+
+
+class Backend(Enum):
+    auto = "auto"
+    hf = "hf"
+
+
+class StoreDtype(Enum):
+    """How hidden states are kept on disk; 2 or 4 bytes per value."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class NoiseKind(Enum):
+    none = "none"
+    uniform = "uniform"
+    gaussian = "gaussian"
+
+
+class LayerType(Enum):
+    llama = "llama"
+    qwen3 = "qwen3"
+
+
+class LossKind(Enum):
+    kl = "kl"
+    reverse_kl = "reverse_kl"
+    js = "js"
+    ce = "ce"
+    tv = "tv"
+
+
+class Schedule(Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class WandbMode(Enum):
+    disabled = "disabled"
+    offline = "offline"
+    online = "online"
+
+
+@dataclass
+class Shapes:
+    """What the verifier's own config.json must say. Lets `plan=true` work without the checkpoint."""
+
+    hidden_size: int = MISSING
+    intermediate_size: int = MISSING
+    num_layers: int = MISSING
+    num_heads: int = MISSING
+    num_kv_heads: int = MISSING
+    head_dim: int = MISSING
+    vocab_size: int = MISSING
+    num_parameters: int = MISSING  # of the whole verifier, for engine memory in a plan
+    num_active_parameters: int | None = None  # per token, in a mixture of experts
+    bytes_per_parameter: float = 2.0  # as stored: bf16 2, fp8 1, int4 about 0.56
+
+
+@dataclass
+class ModelConfig:
+    """The verifier."""
+
+    name: str = MISSING
+    source: VerifierSource = VerifierSource.local
+    path: str | None = None  # directory with config.json and *.safetensors
+    tokenizer: str | None = None  # directory of the tokenizer; default: path
+    template: str | None = None  # a .jinja file instead of the tokenizer's own chat template
+    template_args: dict[str, Any] = field(default_factory=dict)
+    template_date: str = "2025-01-01"  # YYYY-MM-DD: today, as told to a template that asks for it
+    aux_layer_ids: list[int] | None = None  # default: 2, n//2, n-3 of n layers
+    trust_remote_code: bool = False
+    shapes: Shapes | None = None
+    demo: str = "demo"  # folder of the conversations and prompts shipped for data=demo, prompts=demo
+    extract_on_demand: bool = False  # train.py makes a missing default store itself (seconds only)
+
+
+@dataclass
+class DataConfig:
+    """Where conversations come from and which of them become rows."""
+
+    name: str = MISSING
+    paths: list[str] = field(
+        default_factory=list
+    )  # .jsonl, .json, optionally .xz or .gz; `asset:NAME` is shipped
+    format: DataFormat = DataFormat.auto
+    role_map: dict[str, str] = field(default_factory=dict)  # extra role -> system|user|assistant|tool
+    max_conversations: int | None = None
+    max_tokens: int | None = None  # stop once the kept rows hold this many tokens
+    max_len: int = 2048  # tokens of one row
+    too_long: TooLong = TooLong.drop
+    validation_share: float = 0.05
+    shuffle: bool = False  # order by a hash of seed and content before max_conversations and max_tokens apply
+    seed: int = 0  # of the shuffle and of the split
+    drop_duplicates: bool = False  # keep the first of conversations with equal content; counted either way
+    skip_malformed: bool = False
+    strict: bool = False  # the first dropped conversation ends the run
+
+
+@dataclass
+class EngineConfig:
+    """How a serving engine spreads the verifier over the devices."""
+
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    memory_share: float = 0.9
+
+
+@dataclass
+class HardwareConfig:
+    """Devices and what follows from them. model, data, noise and draft stay free of it."""
+
+    name: str = MISSING
+    accelerator: Accelerator = Accelerator.auto
+    num_devices: int | None = None  # per node; default: all that are visible (cpu: 1)
+    num_nodes: int = 1
+    strategy: Strategy = Strategy.auto
+    precision: Precision = Precision.fp32
+    attention: Attention = Attention.auto
+    compile: bool = False
+    device_name: str | None = None
+    device_memory_gib: float | None = None
+    peak_tflops: float | None = None  # dense, in the precision above, of one device
+    assumed_mfu: float = 0.4
+    environment: dict[str, str] = field(default_factory=dict)  # interconnect variables, set before start
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    num_loader_workers: int = 0
+    num_threads: int | None = None
+
+
+@dataclass
+class NoiseConfig:
+    """Noise on the aux hidden states while training. `scale`: half-width (uniform), sigma (gaussian)."""
+
+    kind: NoiseKind = NoiseKind.none
+    scale: float = 0.0
+
+
+@dataclass
+class DraftConfig:
+    """The draft's architecture and how it is unrolled while training."""
+
+    name: str = MISSING
+    layer_type: LayerType = LayerType.llama
+    num_layers: int = 1
+    vocab_size: int | None = 32000  # at most; null, or a smaller verifier vocabulary: all of it
+    aux_layer_ids: list[int] | None = None  # default: the model's; a subset of the store's
+    intermediate_size: int | None = None  # default: the verifier's
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    sliding_window: int | None = None
+    norm_before_residual: bool = True
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    ttt_steps: int = 3
+
+
+@dataclass
+class LossConfig:
+    kind: LossKind = LossKind.kl
+    step_decay: float = 1.0  # weight of TTT step k is step_decay**k
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its schedule, in updates or tokens."""
+
+    lr: float = 1.0e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1.0e-8
+    weight_decay: float = 0.0
+    grad_clip_norm: float | None = 0.5
+    schedule: Schedule = Schedule.cosine
+    lr_min_share: float = 0.0
+    lr_warmup_updates: int | None = None
+    lr_warmup_tokens: int | None = None
+
+
+@dataclass
+class WandbConfig:
+    mode: WandbMode = WandbMode.disabled
+    project: str = "eagle3lab"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class LoggerConfig:
+    """CSV is always written; W&B when asked."""
+
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+@dataclass
+class TrainerConfig:
+    """Budgets of a training run. One of max_epochs, max_updates, max_tokens ends it, the first reached."""
+
+    seed: int = 0
+    seq_len: int = 2048  # length of one pack
+    tokens_per_update: int | None = None  # default: one pack on every device
+    max_epochs: int | None = 1
+    max_updates: int | None = None
+    max_tokens: int | None = None
+    validate_every_updates: int | None = None  # default: at the end of every epoch
+    save_every_updates: int | None = None  # default: after every validation
+    log_every_updates: int = 10
+    self_test_rows: int = 2  # rows sampled by the alignment self-test at start
+    self_test: bool = True
+
+
+@dataclass
+class ExtractorConfig:
+    """How `extract.py` runs the verifier and writes the store."""
+
+    backend: Backend = Backend.auto
+    layer_ids: list[int] | None = None  # default: the model's aux layers
+    dtype: StoreDtype = StoreDtype.bfloat16
+    batch_tokens: int = 2048  # padded tokens of one forward pass
+    shard_tokens: int = 16384
+    self_test_rows: int = 2
+    num_render_workers: int = 0
+
+
+@dataclass
+class PromptsConfig:
+    """A set of prompts to decode; never trained on."""
+
+    name: str = MISSING
+    path: str | None = (
+        None  # JSONL of {"id", "category", "turns": [...]} or messages; `asset:NAME` is shipped
+    )
+    max_prompts: int | None = None
+
+
+@dataclass
+class DecodeConfig:
+    """How `evaluate.py` decodes."""
+
+    k: list[int] = field(default_factory=lambda: [3])  # drafted tokens per verification step
+    max_new_tokens: int = 64
+    untrained: bool = False  # also measure the same draft before training
+    precision: Precision = Precision.fp32
+
+
+@dataclass
+class TrainRoot:
+    """`train.py`"""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    noise: NoiseConfig = field(default_factory=NoiseConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    train: TrainerConfig = field(default_factory=TrainerConfig)
+    store: str | None = None  # default: stores/<model>-<data>
+    outputs: str = "outputs"
+    run_name: str | None = None  # default: made from the choices and the values, see names.py
+    run_dir: str | None = None  # default: <outputs>/<run_name>/<stamp>
+    resume: bool = False  # go on in run_dir instead of refusing it
+    plan: bool = False
+
+
+@dataclass
+class ExtractRoot:
+    """`extract.py`"""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    extract: ExtractorConfig = field(default_factory=ExtractorConfig)
+    store: str | None = None
+    plan: bool = False
+
+
+@dataclass
+class EvaluateRoot:
+    """`evaluate.py`"""
+
+    draft_dir: str = MISSING  # the exported directory; `draft=DIR` on the command line
+    model: ModelConfig = field(default_factory=ModelConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    out: str | None = None  # default: evaluation-<prompts> beside the draft

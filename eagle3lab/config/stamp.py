@@ -1,0 +1,55 @@
+"""One stamp for all ranks and jobs of a command, so that they agree on the run directory."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from pathlib import Path
+
+STAMP_VARIABLE = "EAGLE3LAB_STAMP"
+
+
+def run_stamp() -> str:
+    """The stamp of this command: from the environment, a scheduler's id, else the time; exported on first use.
+
+    Ranks started by this process inherit it. Ranks started by torchrun or SLURM find the launcher's id,
+    which is also the same after a requeue.
+    """
+    stamp = os.environ.get(STAMP_VARIABLE)
+    if not stamp:
+        stamp = _launcher_stamp() or datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3] + f"-{os.getpid()}"
+        os.environ[STAMP_VARIABLE] = stamp
+    return stamp
+
+
+def _launcher_stamp() -> str | None:
+    job = os.environ.get("SLURM_JOB_ID")
+    if job and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+        array = os.environ.get("SLURM_ARRAY_JOB_ID")
+        return f"slurm-{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else f"slurm-{job}"
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id:
+        # a default id ("none") repeats; the agent, parent of every rank of a node, does not
+        agent = f"-{os.getppid()}-{_start_ticks(os.getppid())}"
+        return f"torchrun-{run_id}" + (agent if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else "")
+    return None
+
+
+def _start_ticks(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return "0"
+
+
+def is_rank_zero() -> bool:
+    """True in the process that writes: read from the environment, valid before any process group exists."""
+    for variable in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
+        value = os.environ.get(variable)
+        if value is not None and not (variable == "SLURM_PROCID" and _interactive_slurm()):
+            return int(value) == 0 and os.environ.get("NODE_RANK", "0") == "0"
+    return True
+
+
+def _interactive_slurm() -> bool:
+    return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")

@@ -1,0 +1,1 @@
+"""Run directories, provenance, tracking, comparison and plots."""

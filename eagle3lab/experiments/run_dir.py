@@ -1,0 +1,79 @@
+"""A run directory belongs to one run: claimed once, never overwritten, resumed only when asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle3lab.config.errors import Problem, UserError
+
+CONFIG = "config.yaml"
+PROVENANCE = "provenance.json"
+SUMMARY = "summary.json"
+
+
+def claim(run_dir: Path, *, resume: bool) -> None:
+    """Make `run_dir` for this run, or take it up again.
+
+    Raises `UserError` when it exists and `resume` is false, or when there is nothing to resume.
+    An existing directory without a configuration (an earlier start that failed at once) may be claimed.
+    """
+    if resume:
+        if not (run_dir / CONFIG).is_file():
+            raise UserError(
+                Problem(
+                    "nothing to resume: no run in",
+                    str(run_dir),
+                    "a run directory with config.yaml",
+                    "resume=false",
+                )
+            )
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        os.close(os.open(run_dir / CONFIG, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        raise UserError(
+            Problem(
+                "the run directory is taken",
+                str(run_dir),
+                "a new directory, or resume=true to go on in this one",
+                f"resume=true run_dir={run_dir}",
+            )
+        ) from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all: temporary name, fsync, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """`write_text` of sorted, indented JSON. NaN and infinity are refused: they are no JSON."""
+    write_text(path, json.dumps(content, indent=2, sort_keys=True, allow_nan=False, default=str) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; an unreadable one is a `UserError` that names the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(Problem(f"cannot read {path}", str(error))) from error
+    if not isinstance(content, dict):
+        raise UserError(Problem(f"{path} holds no JSON object"))
+    return content

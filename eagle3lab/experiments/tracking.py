@@ -1,0 +1,89 @@
+"""Weights & Biases, when asked: online, offline or disabled, one run per training, resumed under its own id.
+
+The CSV beside it is written by the training room and never depends on this file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.config.schema import WandbConfig, WandbMode
+
+RUN_ID = "wandb_run_id"
+
+
+class WandbTracker:
+    """One W&B run. `figures` carry their own x-axes, `update` and `tokens`; W&B's internal step is not used."""
+
+    def __init__(
+        self,
+        settings: WandbConfig,
+        *,
+        run_dir: Path,
+        run_name: str,
+        config: Mapping[str, Any],
+        tags: Sequence[str],
+        group: str | None,
+        job_type: str = "train",
+    ) -> None:
+        import wandb
+
+        run_id_file = run_dir / RUN_ID
+        run_id = run_id_file.read_text().strip() if run_id_file.is_file() else wandb.util.generate_id()
+        try:
+            self._run = wandb.init(
+                mode=settings.mode.value,
+                project=settings.project,
+                entity=settings.entity,
+                group=settings.group or group,
+                job_type=job_type,
+                tags=[*settings.tags, *tags],
+                name=run_name,
+                id=run_id,
+                resume="allow" if settings.mode is WandbMode.online else None,
+                dir=str(run_dir),
+                config=json.loads(json.dumps(config, default=str)),
+                reinit="finish_previous",
+            )
+        except (wandb.errors.CommError, wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+            raise UserError(
+                Problem(
+                    "W&B did not start", str(error), "a reachable server and a login", "logger=wandb_offline"
+                )
+            ) from error
+        run_id_file.write_text(run_id + "\n")
+        self._run.define_metric("update")
+        self._run.define_metric("tokens")
+        self._run.define_metric("*", step_metric="update")
+
+    @property
+    def run_id(self) -> str:
+        return str(self._run.id)
+
+    def log(self, figures: Mapping[str, float]) -> None:
+        """One point of every figure given."""
+        self._run.log(dict(figures))
+
+    def finish(self, summary: Mapping[str, Any], *, failed: bool = False) -> None:
+        """Write the summary and close the run, so that the next job of a sweep gets a run of its own."""
+        self._run.summary.update(dict(summary))
+        self._run.finish(exit_code=1 if failed else 0)
+
+
+def build_wandb(
+    settings: WandbConfig,
+    *,
+    run_dir: Path,
+    run_name: str,
+    config: Mapping[str, Any],
+    tags: Sequence[str],
+    group: str | None,
+) -> WandbTracker | None:
+    """The tracker, or None when it is disabled."""
+    if settings.mode is WandbMode.disabled:
+        return None
+    return WandbTracker(settings, run_dir=run_dir, run_name=run_name, config=config, tags=tags, group=group)

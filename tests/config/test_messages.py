@@ -1,0 +1,116 @@
+"""Every mistake on the command line becomes one clear message; all of them are reported together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+
+from eagle3lab.config import compose
+from eagle3lab.config.check import CHECKS
+from eagle3lab.config.errors import UserError
+
+
+def problems_of(entry: str, *overrides: str) -> list[str]:
+    """The messages that a command line gets, without running anything."""
+    compose.register()
+    overrides = tuple(compose.command_line(entry, overrides))
+    try:
+        with initialize_config_dir(str(compose.config_directory()), version_base="1.3"):
+            cfg = hydra_compose(entry, overrides=list(overrides))
+    except Exception as error:
+        assert compose.is_composition_error(error), error
+        return [str(p) for p in compose.explain(error, entry, overrides, CHECKS[entry]).problems]
+    typed, problems = compose.to_typed(cfg, compose.ROOTS[entry])
+    return [str(p) for p in [*problems, *(CHECKS[entry](typed) if typed is not None else [])]]
+
+
+def test_the_users_own_command_has_no_problem() -> None:
+    assert problems_of("train", "hardware=blackwell8", "noise=uniform0.05") == []
+
+
+@pytest.mark.parametrize(
+    ("override", "says", "proposes"),
+    [
+        ("noise=unifrom0.05", "group noise has no option: 'unifrom0.05'", "noise=uniform0.05"),
+        ("noise=0.05", "group noise has no option: '0.05'", "noise=uniform0.05"),
+        ("draft=typo", "one of eagle3, eagle31", ""),
+        ("train.lerning_rate=1", "unknown key train.lerning_rate", "optim.lr"),
+        ("+train.lerning_rate=1", "unknown key train.lerning_rate", "optim.lr"),
+        ("+draft.ttt_stepz=5", "unknown key draft.ttt_stepz", "draft.ttt_steps"),
+        ("+foo=1", "unknown key foo", ""),
+        ("nois=none", "unknown key nois", "noise=..."),
+        ("optim.lr=abc", "optim.lr has the wrong type: 'abc'; expected a number", ""),
+        ("train.seq_len=1.5", "train.seq_len has the wrong type: '1.5'; expected a whole number", ""),
+        ('optim.lr="1e-4x"', "optim.lr has the wrong type", ""),
+        ("draft.norm_before_residual=maybe", "expected true or false", ""),
+        ("optim.lr=nan", "optim.lr: nan", "optim.lr"),
+        ("optim.lr=7", "optim.lr: 7.0; expected a number in (0, 1]", "optim.lr=1"),
+        ("draft.ttt_steps=0", "draft.ttt_steps: 0", "draft.ttt_steps=1"),
+        (
+            "noise.scale=0.3",
+            "noise.scale is set but noise.kind is none",
+            "noise.kind=uniform noise.scale=0.3",
+        ),
+        ("noise.scale=-1", "noise.scale: -1.0", "noise.scale"),
+        ("draft.aux_layer_ids=[2,1]", "draft.aux_layer_ids: [2, 1]", "null"),
+        ("draft.aux_layer_ids=[2,15,30]", "distinct increasing ids from 1 to 29", "null"),
+        ("run_dir=a=b", "cannot be parsed", "'run_dir=\"a=b\"'"),
+        ("train.tokens_per_update=3000", "", ""),
+    ],
+)
+def test_a_planted_mistake_gets_its_message(override: str, says: str, proposes: str) -> None:
+    found = problems_of("train", override)
+    if override == "train.tokens_per_update=3000":
+        assert found == []  # without a device count nothing can be said yet
+        return
+    assert len(found) == 1, found
+    assert says in found[0]
+    assert proposes in found[0]
+
+
+def test_a_budget_that_is_no_multiple_of_the_devices_proposes_one() -> None:
+    (message,) = problems_of(
+        "train", "hardware=blackwell8", "train.seq_len=2048", "train.tokens_per_update=40000"
+    )
+    assert "multiple of 16384" in message
+    assert "train.tokens_per_update=32768" in message
+
+
+def test_all_problems_come_together_whatever_their_kind() -> None:
+    found = problems_of("train", "optim.lr=abc", "draft=typo", "noise.scale=-1", "train.seq_len=-3", "+foo=1")
+    assert len(found) == 5
+    text = UserError(*found).render()
+    assert text.startswith("5 problems:")
+
+
+def test_a_misspelt_key_in_a_group_file_names_the_key(tmp_path: Path) -> None:
+    extra = tmp_path / "noise"
+    extra.mkdir()
+    (extra / "mine.yaml").write_text("kind: uniform\nscales: 0.05\n")
+    found = problems_of("train", f"hydra.searchpath=[file://{tmp_path}]", "noise=mine")
+    assert len(found) == 1
+    assert "noise" in found[0]
+
+
+def test_missing_values_are_named() -> None:
+    found = problems_of("extract", "model=local")
+    assert any("model.name must be given" in message for message in found)
+
+
+def test_evaluate_refuses_a_draft_that_is_not_there() -> None:
+    (message,) = problems_of("evaluate", "draft=/nowhere")
+    assert "draft is not a directory: '/nowhere'" in message
+
+
+@pytest.mark.parametrize("value", ["1e-4", "1.e-4", "0.0001", "1E-4"])
+def test_a_learning_rate_is_a_float_by_every_spelling(value: str) -> None:
+    compose.register()
+    with initialize_config_dir(str(compose.config_directory()), version_base="1.3"):
+        cfg = hydra_compose("train", overrides=[f"optim.lr={value}"])
+    typed, problems = compose.to_typed(cfg, compose.ROOTS["train"])
+    assert problems == []
+    assert typed.optim.lr == 1e-4
+    assert isinstance(typed.optim.lr, float)

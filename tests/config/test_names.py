@@ -1,0 +1,45 @@
+"""Run names follow the values, not the option chosen."""
+
+from __future__ import annotations
+
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from eagle3lab.config.names import MAX_LENGTH, noise_label, run_name, safe_name
+from eagle3lab.config.schema import DataConfig, DraftConfig, ModelConfig, NoiseConfig, NoiseKind, TrainRoot
+
+
+def config(noise: NoiseConfig) -> TrainRoot:
+    return TrainRoot(
+        model=ModelConfig(name="tiny"),
+        data=DataConfig(name="demo"),
+        draft=DraftConfig(name="eagle3"),
+        noise=noise,
+    )
+
+
+def test_a_changed_scale_changes_the_name() -> None:
+    cfg = config(NoiseConfig(NoiseKind.uniform, 0.3))
+    assert noise_label(cfg.noise) == "uniform0.3"
+    assert run_name(cfg, ["noise=uniform0.05", "noise.scale=0.3"]) == "tiny-demo-eagle3-uniform0.3"
+
+
+def test_every_override_that_changes_the_result_is_in_the_name() -> None:
+    name = run_name(
+        config(NoiseConfig()), ["train.seed=3", "optim.lr=1e-3", "hardware=blackwell8", "plan=true"]
+    )
+    assert name == "tiny-demo-eagle3-none-lr_1e-3-seed_3"
+
+
+@given(st.text(min_size=1, max_size=300))
+def test_a_name_is_always_one_safe_path_component(text: str) -> None:
+    name = safe_name(text)
+    assert re.fullmatch(r"[\w.+-]{1,%d}" % MAX_LENGTH, name)
+    assert name not in (".", "..")
+
+
+@given(st.text(min_size=1, max_size=40), st.text(min_size=1, max_size=40))
+def test_distinct_texts_get_distinct_names(a: str, b: str) -> None:
+    assert a == b or safe_name(a) != safe_name(b)
