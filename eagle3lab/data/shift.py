@@ -1,0 +1,26 @@
+"""The one place where tokens, states and masks are aligned for training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Batch = dict[str, Any]
+
+
+def shift_batch(batch: Batch) -> Batch:
+    """Pair position i's aux states with the token and the target that follow: (x[i+1], g[i], y[i+1], l[i+1]).
+
+    Takes input_ids, hidden_states, verifier_last_hidden_states, loss_mask, position_ids of length T and
+    lengths [1]; returns the same keys with length T - 1. Positions start at 1 when they came from 0.
+    The alignment is that of speculators' `shift_batch`.
+    """
+    return {
+        "input_ids": batch["input_ids"][1:],  # shape: [T - 1]
+        "hidden_states": batch["hidden_states"][:-1],  # shape: [T - 1, n_aux * hidden_size]
+        "verifier_last_hidden_states": batch["verifier_last_hidden_states"][
+            1:
+        ],  # shape: [T - 1, hidden_size]
+        "loss_mask": batch["loss_mask"][1:],  # shape: [T - 1]
+        "lengths": batch["lengths"] - 1,  # shape: [1]
+        "position_ids": batch["position_ids"][1:],  # shape: [T - 1]
+    }

@@ -1,0 +1,248 @@
+"""The only module that imports speculators: its EAGLE-3 draft model, its losses, and what is relied on.
+
+The import takes seconds, so it happens on first use. A release whose names or signatures moved is
+reported as a `UserError` that names the installed version, before a model is built.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle3lab.config.errors import Problem, UserError, raise_all
+from eagle3lab.config.schema import DraftConfig, LossKind
+from eagle3lab.draft.layer_config import layer_config
+from eagle3lab.draft.vocabulary import DraftVocabulary
+from eagle3lab.verifier.facts import VerifierFacts
+from eagle3lab.verifier.layer_ids import check_aux_layer_ids
+
+if TYPE_CHECKING:
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    from eagle3lab.verifier.weights import EdgeWeights
+
+SUPPORTED_VERSIONS = ">=0.9,<0.10"
+
+# Our names of the attention implementations against those the decoder layers look up.
+ATTENTION = {"flex": "simple_flex_attention", "sdpa": "sdpa", "eager": "eager"}
+
+_LOSS_NAMES = {
+    LossKind.kl: "kl_div",
+    LossKind.reverse_kl: "rkl",
+    LossKind.js: "jsd",
+    LossKind.ce: "ce",
+    LossKind.tv: "tv",
+}
+
+# (module, attribute, names that must be parameters of it, names that must be pydantic fields of it)
+_REQUIRED: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
+    (
+        "speculators.models.eagle3",
+        "Eagle3DraftModel.forward",
+        (
+            "hidden_states",
+            "input_ids",
+            "document_ids",
+            "loss_mask",
+            "position_ids",
+            "verifier_last_hidden_states",
+            "ttt_steps",
+            "ttt_step_loss_decay",
+            "loss_config",
+        ),
+        (),
+    ),
+    (
+        "speculators.models.eagle3",
+        "Eagle3SpeculatorConfig",
+        (),
+        (
+            "transformer_layer_config",
+            "draft_vocab_size",
+            "norm_before_residual",
+            "eagle_aux_hidden_state_layer_ids",
+            "norm_before_fc",
+            "fc_norm",
+            "norm_output",
+            "speculators_config",
+        ),
+    ),
+    (
+        "speculators.config",
+        "SpeculatorsConfig",
+        (),
+        ("algorithm", "proposal_methods", "default_proposal_method", "verifier"),
+    ),
+    ("speculators.config", "VerifierConfig", (), ("name_or_path", "architectures")),
+    ("speculators.proposals.greedy", "GreedyTokenProposalConfig", (), ("speculative_tokens",)),
+    ("speculators.losses", "resolve_loss_config", ("spec", "implementation"), ()),
+)
+
+
+def required_symbols() -> str:
+    """Check every name, signature and field used here; returns the installed version.
+
+    Raises UserError with all that is missing or changed, the installed version and the range that works.
+    """
+    install = f"pip install 'speculators{SUPPORTED_VERSIONS}'"
+    try:
+        version = metadata.version("speculators")
+    except metadata.PackageNotFoundError:
+        raise UserError(
+            Problem("speculators is not installed", expected=SUPPORTED_VERSIONS, fix=install)
+        ) from None
+    expected = f"speculators {SUPPORTED_VERSIONS}, installed is {version}"
+    problems = []
+    for module, path, parameters, fields in _REQUIRED:
+        name = f"{module}.{path}"
+        try:
+            found: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError) as error:
+            problems.append(Problem(f"{name} is missing", str(error), expected, install))
+            continue
+        absent = [p for p in parameters if p not in inspect.signature(found).parameters]
+        absent += [f for f in fields if f not in getattr(found, "model_fields", {})]
+        if absent:
+            problems.append(Problem(f"{name} no longer takes {', '.join(absent)}", None, expected, install))
+    raise_all(problems)
+    return version
+
+
+@functools.cache
+def _checked_api() -> Any:
+    required_symbols()
+    import speculators.models.eagle3
+
+    return speculators.models.eagle3
+
+
+def build_draft(
+    cfg: DraftConfig,
+    facts: VerifierFacts,
+    edge: EdgeWeights,
+    vocabulary: DraftVocabulary,
+    aux_layer_ids: Sequence[int],
+    *,
+    attention: str,
+    seed: int,
+) -> Eagle3DraftModel:
+    """An untrained fp32 draft on the CPU, with the verifier's embedding, head rows and norm frozen in it.
+
+    Trainable matrices are N(0, 0.02) drawn from `seed` alone, in the model's own order: the same for any
+    draft vocabulary. `attention`: flex | sdpa | eager. The global RNG is left as it was.
+    Raises UserError for impossible sizes or layer ids, and for an unsupported speculators.
+    """
+    api = _checked_api()
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    ids = check_aux_layer_ids(aux_layer_ids, facts.num_layers)
+    assert vocabulary.verifier_size == facts.vocab_size, (vocabulary.verifier_size, facts.vocab_size)
+    config = api.Eagle3SpeculatorConfig(
+        transformer_layer_config=layer_config(cfg, facts, num_aux=len(ids)),
+        draft_vocab_size=vocabulary.size,
+        norm_before_residual=cfg.norm_before_residual,
+        norm_before_fc=cfg.norm_before_fc,
+        fc_norm=cfg.fc_norm,
+        norm_output=cfg.norm_output,
+        eagle_aux_hidden_state_layer_ids=list(ids),
+        verifier_config_hash=facts.config_hash,
+        speculators_config=SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=cfg.ttt_steps)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=str(facts.path), architectures=[facts.architecture]),
+        ),
+    )
+    model = _construct(config, attention)
+    _draw_trainable(model, config.transformer_layer_config.initializer_range, seed)
+    model.load_vocab_mappings(vocabulary.t2d, vocabulary.d2t)
+    _fill_embedding_and_head(model, edge, vocabulary)
+    fill_verifier_target(model, edge, vocabulary)
+    assert_finite(model)
+    return model
+
+
+def draft_from_config(config: Mapping[str, Any], *, attention: str) -> Eagle3DraftModel:
+    """A draft of the shapes in an exported config.json. Frozen tensors are NaN until they are loaded."""
+    return _construct(_checked_api().Eagle3SpeculatorConfig.from_dict(dict(config)), attention)
+
+
+def _construct(config: Any, attention: str) -> Eagle3DraftModel:
+    # Never serialised, so it must be set before every construction; layers keep a reference to it.
+    config.transformer_layer_config._attn_implementation = ATTENTION[attention]
+    with torch.random.fork_rng(devices=[]):
+        return _checked_api().Eagle3DraftModel(config)
+
+
+@torch.no_grad()
+def _draw_trainable(model: nn.Module, std: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.ndim > 1:
+            parameter.normal_(0.0, std, generator=generator)
+
+
+@torch.no_grad()
+def _fill_embedding_and_head(model: Any, edge: EdgeWeights, vocabulary: DraftVocabulary) -> None:
+    assert edge.embedding is not None
+    assert edge.head is not None
+    _copy(model.embed_tokens.weight, edge.embedding)
+    _copy(model.lm_head.weight, edge.head[vocabulary.t2d.to(edge.head.device)])
+
+
+@torch.no_grad()
+def fill_verifier_target(model: Any, edge: EdgeWeights, vocabulary: DraftVocabulary) -> None:
+    """Give the model the verifier's own norm and head rows, from which training targets are made.
+
+    These two are the verifier's and are in no export. `edge.norm` is a plain RMSNorm weight.
+    """
+    assert edge.norm is not None
+    assert edge.head is not None
+    _copy(model.verifier_norm.weight, edge.norm)
+    _copy(model.verifier_lm_head.weight, edge.head[vocabulary.t2d.to(edge.head.device)])
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    # copy_ would broadcast a wrong shape silently.
+    assert target.shape == source.shape, (tuple(target.shape), tuple(source.shape))
+    target.copy_(source)
+
+
+def assert_finite(model: nn.Module) -> None:
+    """speculators marks tensors that were never loaded by NaN: none may be left."""
+    bad = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
+    assert not bad, f"not loaded or not finite: {', '.join(bad)}"
+
+
+def vocabulary_of(model: Any) -> DraftVocabulary:
+    """The vocabulary a draft model holds; the full one where it has no maps."""
+    if model.t2d is None:
+        return DraftVocabulary.full(model.verifier_vocab_size)
+    return DraftVocabulary(model.t2d.cpu(), model.d2t.cpu())
+
+
+def loss_function(kind: LossKind, implementation: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """speculators' per-token divergence: `(logits, targets)` of `[1, S, Vd]` -> fp32 `[1, S]`.
+
+    `implementation`: eager, or fused (Triton, CUDA only). Both compute in fp32 whatever the logits are.
+    The fused kernels cannot be traced by dynamo inside the compiled forward, so they are kept out of it.
+    """
+    _checked_api()
+    from speculators.losses import resolve_loss_config
+
+    name = _LOSS_NAMES[kind]
+    function = resolve_loss_config(name, implementation)[name][0]
+    if implementation == "fused":
+        return torch.compiler.disable(function)
+    if kind is LossKind.ce:
+        # The eager cross entropy alone stays in the dtype of the logits.
+        return lambda logits, targets: function(logits.float(), targets)
+    return function

@@ -1,0 +1,1 @@
+"""Conversations to rows: readers, rendering with the mask, splits, accounting."""

@@ -1,0 +1,214 @@
+"""Rows of a data configuration, with every conversation accounted for."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.config.schema import DataConfig, ModelConfig, TooLong
+from eagle3lab.rows.readers import read_conversations
+from eagle3lab.rows.render import template_arguments
+from eagle3lab.rows.rows import (
+    REASONS_WITHOUT_FAULT,
+    Accounting,
+    Conversation,
+    Row,
+    RowSet,
+)
+from eagle3lab.rows.split import num_prefixes, split_of
+from eagle3lab.rows.tokenizer import (
+    Tokenizer,
+    load_tokenizer,
+    special_tokens,
+    template_args_hash,
+    template_hash,
+    tokenizer_hash,
+)
+from eagle3lab.rows.turns import RawRow, Rules, Turns, build_turns
+from eagle3lab.store.identity import row_id_of
+
+if TYPE_CHECKING:
+    from eagle3lab.verifier.facts import VerifierFacts
+
+CHUNK = 32  # conversations a worker takes at a time
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything, besides the tokenizer, that decides the rows of one conversation."""
+
+    rules: Rules
+    vocab_size: int
+    max_len: int
+    too_long: TooLong
+
+
+@dataclass
+class Built:
+    """One conversation's rows, `(input_ids, loss_mask)` each, or the reason why it has none."""
+
+    rows: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    reason: str = ""
+    detail: str = ""
+    turns_dropped: Counter[str] = field(default_factory=Counter)
+    repaired: Counter[str] = field(default_factory=Counter)
+    noted: Counter[str] = field(default_factory=Counter)
+
+
+def build_rows(data: DataConfig, model: ModelConfig, facts: VerifierFacts, *, num_workers: int = 0) -> RowSet:
+    """Read, render, mask, cap and split; the result is the same for any `num_workers`.
+
+    Rows come in the order of reading. A row holds at most `data.max_len` tokens and never more than
+    the verifier has positions. Once the kept rows hold `data.max_tokens` tokens, the remaining
+    conversations are counted as `beyond_max_tokens`.
+
+    Raises UserError for unusable input, for the first faulty conversation with `data.strict`, and
+    when no conversation gives a row.
+    """
+    conversations, account = read_conversations(data)
+    _refuse_faults(account, data.strict)
+    tokenizer = load_tokenizer(model, facts.path)
+    recipe = make_recipe(data, model, facts, tokenizer)
+    prefixes = num_prefixes(conversations)
+    if prefixes:
+        account.noted["prefix_of_longer"] = prefixes
+
+    rows: list[Row] = []
+    num_tokens = 0
+    with _outcomes(conversations, tokenizer, recipe, model, facts.path, num_workers) as outcomes:
+        for position, (conversation, built) in enumerate(zip(conversations, outcomes, strict=True)):
+            if built.reason:
+                account.drop(built.reason, conversation.record_id, built.detail)
+                _refuse_faults(account, data.strict)
+                continue
+            account.kept += 1
+            account.add(built.turns_dropped, built.repaired, built.noted)
+            split = split_of(conversation, data.validation_share, data.seed)
+            rows += [_row(conversation, split, ids, mask) for ids, mask in built.rows]
+            num_tokens += sum(len(ids) for ids, _ in built.rows)
+            if data.max_tokens is not None and num_tokens >= data.max_tokens:
+                for left_out in conversations[position + 1 :]:
+                    account.drop("beyond_max_tokens", left_out.record_id)
+                break
+    account.rows = len(rows)
+    assert account.balanced(), "a conversation was neither kept nor dropped"
+    if not rows:
+        raise UserError("no conversation became a row\n    " + "\n    ".join(account.lines()))
+    return RowSet(
+        rows=tuple(rows),
+        accounting=account,
+        tokenizer_hash=tokenizer_hash(model, facts.path),
+        template_hash=template_hash(tokenizer),
+        template_args_hash=template_args_hash(tokenizer, model),
+        end_token_ids=tuple(sorted(recipe.rules.end_token_ids)),
+        max_len=recipe.max_len,
+    )
+
+
+def make_recipe(data: DataConfig, model: ModelConfig, facts: VerifierFacts, tokenizer: Tokenizer) -> Recipe:
+    """The settings of one build; the end tokens are the verifier's and the tokenizer's together."""
+    ends = {*facts.eos_token_ids, tokenizer.eos_token_id} - {None}
+    return Recipe(
+        rules=Rules(template_arguments(tokenizer, model), frozenset(ends), special_tokens(tokenizer)),
+        vocab_size=facts.vocab_size,
+        max_len=min(data.max_len, facts.max_positions),
+        too_long=data.too_long,
+    )
+
+
+def build_conversation(conversation: Conversation, tokenizer: Tokenizer, recipe: Recipe) -> Built:
+    """Rows of one conversation, capped; a conversation without any has a reason instead."""
+    turns = build_turns(tokenizer, conversation.messages, conversation.tools, recipe.rules)
+    built = Built(
+        detail=turns.detail, turns_dropped=turns.dropped, repaired=turns.repaired, noted=turns.noted
+    )
+    for row in turns.rows:
+        _add_row(built, row, recipe)
+    if not built.rows:
+        built.reason = _main_reason(turns)
+    return built
+
+
+def _add_row(built: Built, row: RawRow, recipe: Recipe) -> None:
+    length = len(row.input_ids)
+    if max(row.input_ids) >= recipe.vocab_size:
+        built.turns_dropped["token_outside_vocabulary"] += len(row.spans)
+        return
+    if length > recipe.max_len:
+        length = recipe.max_len if recipe.too_long is TooLong.truncate else 0
+    kept = [(start, min(stop, length)) for start, stop in row.spans if start < length]
+    if len(kept) < len(row.spans):
+        built.turns_dropped["too_long"] += len(row.spans) - len(kept)
+    if not kept:
+        return
+    if length < len(row.input_ids):
+        built.repaired["truncated"] += 1
+    mask = [0] * length
+    for start, stop in kept:
+        mask[start:stop] = [1] * (stop - start)
+    built.rows.append((tuple(row.input_ids[:length]), tuple(mask)))
+
+
+def _main_reason(turns: Turns) -> str:
+    """The most frequent reason of a conversation's turns; of equally frequent ones the first by name."""
+    return min(turns.dropped, key=lambda reason: (-turns.dropped[reason], reason))
+
+
+def _row(conversation: Conversation, split: str, ids: tuple[int, ...], mask: tuple[int, ...]) -> Row:
+    return Row(row_id_of(ids, mask), conversation.conversation_id, conversation.source, split, ids, mask)
+
+
+def _refuse_faults(account: Accounting, strict: bool) -> None:
+    faults = [reason for reason in account.dropped if reason not in REASONS_WITHOUT_FAULT]
+    if strict and faults:
+        named = f"{account.examples[faults[0]][0]}: {faults[0]}"
+        detail = account.details.get(faults[0])
+        what = "data.strict=true and a conversation cannot be used"
+        raise UserError(
+            Problem(what, named + (f" ({detail})" if detail else ""), fix="data.strict=false counts it")
+        )
+
+
+@contextmanager
+def _outcomes(
+    conversations: list[Conversation],
+    tokenizer: Tokenizer,
+    recipe: Recipe,
+    model: ModelConfig,
+    path: Path,
+    num_workers: int,
+) -> Iterator[Iterable[Built]]:
+    """Outcomes in the order of `conversations`, computed here or by a pool of processes."""
+    if num_workers < 1:
+        yield map(partial(build_conversation, tokenizer=tokenizer, recipe=recipe), conversations)
+        return
+    # Started afresh, not forked: tokenizers and torch keep threads that do not survive a fork.
+    pool = ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(model, path, recipe),
+    )
+    try:
+        yield pool.map(_work, conversations, chunksize=CHUNK)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_WORKER: list[Any] = []  # a worker process's own tokenizer and recipe
+
+
+def _start_worker(model: ModelConfig, path: Path, recipe: Recipe) -> None:
+    _WORKER[:] = [load_tokenizer(model, path), recipe]
+
+
+def _work(conversation: Conversation) -> Built:
+    return build_conversation(conversation, *_WORKER)

@@ -1,0 +1,102 @@
+"""Records out of JSON Lines and JSON files, plain, gzip or xz."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.verifier.locate import asset_path
+
+ASSET_PREFIX = "asset:"
+SUFFIXES = (".jsonl", ".json")
+COMPRESSED = (".xz", ".gz")
+BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a file, or the reason why it is none."""
+
+    source: str  # "file:line"; in a JSON array: "file:number", counted from 1
+    value: Any = None
+    error: str | None = None
+
+
+def resolve(spec: str) -> Path:
+    """The file behind a path of the configuration; `asset:NAME` is shipped with eagle3lab."""
+    if spec.startswith(ASSET_PREFIX):
+        return asset_path(spec.removeprefix(ASSET_PREFIX))
+    return Path(spec).expanduser()
+
+
+def check_paths(specs: list[str], key: str = "data.paths") -> list[Problem]:
+    """Everything that is wrong with the list of files, without reading them."""
+    if not specs:
+        return [Problem(f"{key} names no file", fix=f"{key}=[conversations.jsonl]")]
+    problems = []
+    for spec in specs:
+        suffixes = [s for s in Path(spec).suffixes if s not in COMPRESSED]
+        if not suffixes or suffixes[-1] not in SUFFIXES:
+            expected = "a name ending in .jsonl or .json, optionally .xz or .gz"
+            problems.append(Problem(f"{key}: unknown kind of file", spec, expected))
+        elif not resolve(spec).is_file():
+            problems.append(Problem(f"{key}: no such file", spec, "an existing file", f"{key}=[PATH]"))
+    return problems
+
+
+def read_file(spec: str) -> Iterator[Record]:
+    """Records of one file in order; a malformed one carries its error instead of a value.
+
+    A file whose first character is `[` is one JSON array; any other is JSON Lines, cut at `\\n`
+    only: U+2028, U+2029 and U+0085 are legal inside a JSON string. A byte order mark, CRLF and
+    blank lines are accepted. Raises UserError when the file cannot be decompressed.
+    """
+    try:
+        with _open(resolve(spec)) as stream:
+            first = stream.readline().removeprefix(BOM)
+            if first.lstrip().startswith(b"["):
+                yield from _array(spec, first + stream.read())
+                return
+            number = 1
+            while first:
+                if first.strip():
+                    yield _line(f"{spec}:{number}", first)
+                first = stream.readline()
+                number += 1
+    except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise UserError(
+            Problem(f"cannot decompress {spec}", str(error), "a whole .xz or .gz file")
+        ) from error
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.suffix == ".xz":
+        return cast(IO[bytes], lzma.open(path, "rb"))
+    if path.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(path, "rb"))
+    return path.open("rb")
+
+
+def _line(source: str, line: bytes) -> Record:
+    try:
+        return Record(source, json.loads(line.decode("utf-8")))
+    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are both ValueErrors
+        return Record(source, error=str(error))
+
+
+def _array(spec: str, data: bytes) -> Iterator[Record]:
+    try:
+        values = json.loads(data.decode("utf-8"))
+    except ValueError as error:
+        line = getattr(error, "lineno", 1)
+        yield Record(f"{spec}:{line}", error=str(error))
+        return
+    for number, value in enumerate(values, 1):
+        yield Record(f"{spec}:{number}", value)

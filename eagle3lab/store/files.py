@@ -1,0 +1,82 @@
+"""Writing files so that a final name always means a whole file, and a full disk is said plainly."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from eagle3lab.config.errors import Problem, UserError
+
+TEMPORARY_SUFFIX = ".tmp"
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# safetensors reports the errno of a failed write only inside its message
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary file beside `path`, fsync it and rename it to `path`.
+
+    Raises UserError when the disk is full; the temporary file is removed then.
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    try:
+        with disk_errors(path):
+            write(temporary)
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            sync_directory(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write_atomically` for a text."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def sync_directory(path: Path) -> None:
+    """Make a rename inside `path` survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_of(path: Path) -> str:
+    """Hex sha256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn "no space", "quota exceeded" and "file too large" into a UserError that names `path`."""
+    try:
+        yield
+    except Exception as error:
+        number = _errno_of(error)
+        if number not in _NO_SPACE:
+            raise
+        raise UserError(
+            Problem(
+                f"cannot write {path} (errno {number}, {os.strerror(number)})",
+                expected="room on that disk for the whole store",
+                fix="free space or choose another store=DIRECTORY, then run the same command again: "
+                "every shard in the index stays valid and is not written again",
+            )
+        ) from error
+
+
+def _errno_of(error: Exception) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno
+    found = _OS_ERROR.search(str(error))
+    return int(found[1]) if found else None

@@ -1,0 +1,114 @@
+"""`index.jsonl`: one line for every shard that is whole. What is indexed is complete."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle3lab.config.errors import IntegrityError, Problem
+from eagle3lab.store.files import disk_errors, write_text
+
+INDEX_FILE = "index.jsonl"
+SHARD_DIRECTORY = "shards"
+
+
+@dataclass(frozen=True, slots=True)
+class RowEntry:
+    """One row of a shard: tokens [offset, offset + length) of its tensors."""
+
+    row_id: str
+    conversation_id: str
+    split: str
+    source: str
+    offset: int
+    length: int
+    supervised: int
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """One line of the index."""
+
+    file: str
+    sha256: str
+    num_tokens: int
+    rows: tuple[RowEntry, ...]
+
+    @property
+    def number(self) -> int:
+        return int(Path(self.file).stem)
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":")) + "\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> ShardEntry:
+        """Raises ValueError when the line is not one whole entry with contiguous rows."""
+        try:
+            values: dict[str, Any] = json.loads(line)
+            rows = tuple(RowEntry(**row) for row in values.pop("rows"))
+            entry = cls(rows=rows, **values)
+            if entry.file != shard_file(entry.number):
+                raise ValueError(f"{entry.file!r} is not the name of a shard")
+            end = 0
+            for row in rows:
+                if row.offset != end or row.length < 1:
+                    raise ValueError(f"row {row.row_id} does not start where the one before it ends")
+                end += row.length
+            if end != entry.num_tokens:
+                raise ValueError(f"the rows of {entry.file} have {end} tokens, not {entry.num_tokens}")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(str(error)) from error
+        return entry
+
+
+def shard_file(number: int) -> str:
+    """Path of a shard inside the store."""
+    return f"{SHARD_DIRECTORY}/{number:05d}.safetensors"
+
+
+def read_index(path: Path) -> tuple[list[ShardEntry], bool]:
+    """Entries of `path/index.jsonl`, and whether its last line was torn by a kill and left out.
+
+    Raises IntegrityError when any other line is damaged or a shard is listed twice.
+    """
+    file = path / INDEX_FILE
+    if not file.exists():
+        return [], False
+    *lines, rest = file.read_bytes().split(b"\n")
+    entries: list[ShardEntry] = []
+    torn = bool(rest)
+    for number, line in enumerate(lines, 1):
+        try:
+            entries.append(ShardEntry.from_line(line))
+        except ValueError as error:
+            if number < len(lines) or torn:
+                raise IntegrityError(Problem(f"{file} line {number} is damaged ({error})")) from error
+            torn = True
+    if len({entry.file for entry in entries}) != len(entries):
+        raise IntegrityError(Problem(f"{file} lists a shard twice"))
+    return entries, torn
+
+
+def write_index(path: Path, entries: Sequence[ShardEntry]) -> None:
+    """Replace the whole index, at once or not at all."""
+    write_text(path / INDEX_FILE, "".join(entry.to_line() for entry in entries))
+
+
+def append_entry(path: Path, entry: ShardEntry) -> None:
+    """Add one line and fsync it. On a full disk the index is cut back to what it was."""
+    file = path / INDEX_FILE
+    with open(file, "ab") as index:
+        before = index.tell()
+        try:
+            with disk_errors(file):
+                index.write(entry.to_line().encode())
+                index.flush()
+                os.fsync(index.fileno())
+        except BaseException:
+            os.ftruncate(index.fileno(), before)
+            raise

@@ -1,0 +1,222 @@
+"""Reads a store: opens it only when it is whole and what it says, then any row without the others."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eagle3lab.config.errors import IntegrityError, Problem, UserError
+from eagle3lab.store.checks import check_states, slot_names
+from eagle3lab.store.files import sha256_of
+from eagle3lab.store.identity import plan_hash, row_id_of
+from eagle3lab.store.index import ShardEntry, read_index, shard_file
+from eagle3lab.store.manifest import Manifest, is_store, read_manifest
+from eagle3lab.store.shards import (
+    AUX,
+    DTYPES,
+    INPUT_IDS,
+    LAST,
+    LOSS_MASK,
+    TOKEN_COUNTS,
+    TOKEN_COUNTS_FILE,
+    check_header,
+    open_shard,
+)
+
+_OPEN_SHARDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RowRecord:
+    """Where a row lies. `length` and `supervised` count its tokens before any shift."""
+
+    row_id: str
+    conversation_id: str
+    split: str
+    length: int
+    supervised: int
+    shard: int
+    offset: int
+    source: str
+
+
+class StoreReader:
+    """A complete store, opened read-only. May be pickled and used in forked or spawned workers.
+
+    verify="headers" holds index, manifest and every shard's header against each other; "full" also
+    recomputes every shard's sha256. Raises UserError for a missing or unfinished store (the fix is the
+    command that makes it), IntegrityError for one that is not what it says.
+    """
+
+    manifest: Manifest
+    rows: list[RowRecord]
+
+    def __init__(self, path: Path, verify: str = "headers", *, extract_command: str | None = None) -> None:
+        if verify not in ("headers", "full"):
+            raise ValueError(f"verify is {verify!r}, not 'headers' or 'full'")
+        self.path = Path(path)
+        self._shards: OrderedDict[int, Any] = OrderedDict()
+        self._process = os.getpid()
+        command = extract_command or f"python extract.py store={self.path}"
+        if not is_store(self.path):
+            raise UserError(
+                Problem(
+                    "there is no hidden-state store",
+                    value=str(self.path),
+                    expected="a directory written by extract.py",
+                    fix=command,
+                )
+            )
+        self.manifest = read_manifest(self.path)
+        if not self.manifest.complete:
+            raise UserError(
+                Problem(
+                    f"the store {self.path} is not finished",
+                    expected="one that extract.py has ended",
+                    fix=f"{command}    (it goes on where it was stopped)",
+                )
+            )
+        entries = self._read_index()
+        for entry in entries:
+            check_header(self.path / entry.file, self.manifest, entry.number, entry.num_tokens)
+        if verify == "full":
+            self._check_bytes(entries)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_shards": OrderedDict()}
+
+    def indices(self, split: str) -> list[int]:
+        """Positions in `rows` of one split, in store order."""
+        return [i for i, row in enumerate(self.rows) if row.split == split]
+
+    def read(self, i: int, columns: Sequence[int] | None = None) -> dict[str, Tensor]:
+        """One row as it was written, copied out of the mapped shard.
+
+        `columns` selects aux slots by their position in `manifest.layer_ids` (default: all). Returns
+        input_ids [T] int64, loss_mask [T] uint8, aux_hidden_states [T, n * hidden] and
+        verifier_last_hidden_states [T, hidden] in the store's dtype. Raises IntegrityError when the ids
+        and mask do not hash to the row's id, or a state is not finite or all zero.
+        """
+        record = self.rows[i]
+        shard = self._open(record.shard)
+        tokens = slice(record.offset, record.offset + record.length)
+        ids, mask = self._ids_and_mask(i)
+        hidden = self.manifest.verifier.hidden_size
+        layer_ids = self.manifest.layer_ids
+        stored_aux = shard.get_slice(AUX)
+        if columns is None:
+            aux = stored_aux[tokens].clone()
+        else:
+            aux = torch.cat([stored_aux[tokens, c * hidden : (c + 1) * hidden] for c in columns], dim=1)
+            layer_ids = tuple(layer_ids[c] for c in columns)
+        last = shard.get_slice(LAST)[tokens].clone()
+        check_states(
+            aux,
+            last,
+            length=record.length,
+            hidden_size=hidden,
+            slots=slot_names(layer_ids),
+            dtype=DTYPES[self.manifest.dtype],
+            where=self._where(i),
+        )
+        return {INPUT_IDS: ids, LOSS_MASK: mask, AUX: aux, LAST: last}
+
+    def read_mask(self, i: int) -> Tensor:
+        """The loss mask of one row, [T] uint8, without its states."""
+        return self._ids_and_mask(i)[1]
+
+    def token_counts(self) -> Tensor:
+        """How often each id is a supervised token of the train split: [vocab_size] int64."""
+        path = self.path / TOKEN_COUNTS_FILE
+        with open_shard(path) as file:
+            counts: Tensor = file.get_tensor(TOKEN_COUNTS)
+        expected = sum(row.supervised for row in self.rows if row.split == "train")
+        if tuple(counts.shape) != (self.manifest.verifier.vocab_size,) or int(counts.sum()) != expected:
+            raise IntegrityError(
+                Problem(
+                    f"{path}: counts of {list(counts.shape)} ids, {int(counts.sum())} tokens",
+                    expected=f"{self.manifest.verifier.vocab_size} ids, {expected} tokens",
+                )
+            )
+        return counts
+
+    def _read_index(self) -> list[ShardEntry]:
+        entries, torn = read_index(self.path)
+        self.rows = [
+            RowRecord(
+                row_id=row.row_id,
+                conversation_id=row.conversation_id,
+                split=row.split,
+                length=row.length,
+                supervised=row.supervised,
+                shard=entry.number,
+                offset=row.offset,
+                source=row.source,
+            )
+            for entry in entries
+            for row in entry.rows
+        ]
+        found = {
+            "torn last index line": torn,
+            "num_rows": len(self.rows),
+            "num_tokens": sum(row.length for row in self.rows),
+            "num_supervised": sum(row.supervised for row in self.rows),
+            "planned_rows_hash": plan_hash(
+                (row.row_id, row.conversation_id, row.split, row.length, row.supervised) for row in self.rows
+            ),
+        }
+        expected = {name: getattr(self.manifest, name, False) for name in found}
+        problems = [
+            Problem(
+                f"{self.path}: {name} of the index", value, expected=f"{expected[name]} as in the manifest"
+            )
+            for name, value in found.items()
+            if value != expected[name]
+        ]
+        if problems:
+            raise IntegrityError(*problems)
+        return entries
+
+    def _check_bytes(self, entries: Sequence[ShardEntry]) -> None:
+        problems = []
+        for entry in entries:
+            digest = sha256_of(self.path / entry.file)
+            if digest != entry.sha256:
+                problems.append(Problem(f"{self.path / entry.file}: sha256", digest, expected=entry.sha256))
+        if problems:
+            raise IntegrityError(*problems)
+
+    def _ids_and_mask(self, i: int) -> tuple[Tensor, Tensor]:
+        record = self.rows[i]
+        shard = self._open(record.shard)
+        tokens = slice(record.offset, record.offset + record.length)
+        # cloned: a slice is a view into the whole mapped file, writable within this process
+        ids = shard.get_slice(INPUT_IDS)[tokens].clone()
+        mask = shard.get_slice(LOSS_MASK)[tokens].clone()
+        if row_id_of(ids, mask) != record.row_id:
+            raise IntegrityError(Problem(f"{self._where(i)}: ids and mask do not hash to its row id"))
+        return ids, mask
+
+    def _open(self, number: int) -> Any:
+        if self._process != os.getpid():
+            self._shards, self._process = OrderedDict(), os.getpid()
+        if number not in self._shards:
+            self._shards[number] = open_shard(self.path / shard_file(number))
+            if len(self._shards) > _OPEN_SHARDS:
+                self._shards.popitem(last=False)
+        self._shards.move_to_end(number)
+        return self._shards[number]
+
+    def _where(self, i: int) -> str:
+        record = self.rows[i]
+        return f"{self.path / shard_file(record.shard)}: row {record.row_id[:12]} ({record.source})"

@@ -1,0 +1,262 @@
+"""Writes a store shard by shard. Interrupted and resumed gives the same bytes as uninterrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Generic
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eagle3lab.config.errors import IntegrityError, Problem, UserError
+from eagle3lab.store.checks import check_states, check_tokens, slot_names
+from eagle3lab.store.files import TEMPORARY_SUFFIX, write_atomically
+from eagle3lab.store.identity import plan_hash, row_id_of
+from eagle3lab.store.index import (
+    INDEX_FILE,
+    SHARD_DIRECTORY,
+    RowEntry,
+    ShardEntry,
+    append_entry,
+    read_index,
+    shard_file,
+    write_index,
+)
+from eagle3lab.store.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    check_resumable,
+    is_store,
+    read_manifest,
+    write_manifest,
+)
+from eagle3lab.store.plan import RowT, count_supervised_tokens, plan_shards
+from eagle3lab.store.shards import (
+    AUX,
+    DTYPES,
+    INPUT_IDS,
+    LAST,
+    LOSS_MASK,
+    TOKEN_COUNTS,
+    TOKEN_COUNTS_FILE,
+    check_header,
+    write_shard,
+)
+
+
+class StoreWriter(Generic[RowT]):
+    """Writes the planned rows to a store; used as a context manager.
+
+    with StoreWriter(path, manifest, rows, shard_tokens) as writer:
+        for number, rows in writer.pending():
+            writer.write_shard(number, [(row, aux, last, token_ids), ...])
+        manifest = writer.finish()
+
+    An existing store at `path` is continued: indexed shards are skipped, a torn last index line is cut,
+    a shard that is not indexed is written again. `notes` says what of that was done, for the user.
+
+    Raises UserError when `path` holds the store of another verifier, plan or layer ids (every differing
+    field with both values), when it is no store, or when another process is writing it.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, rows: Sequence[RowT], shard_tokens: int) -> None:
+        if shard_tokens < 1 or not rows:
+            raise ValueError(f"{len(rows)} rows in shards of {shard_tokens} tokens make no store")
+        self.path = Path(path)
+        supervised = [sum(row.loss_mask) for row in rows]
+        self.manifest = replace(
+            manifest,
+            num_rows=len(rows),
+            num_tokens=sum(len(row.input_ids) for row in rows),
+            num_supervised=sum(supervised),
+            planned_rows_hash=plan_hash(
+                (row.row_id, row.conversation_id, row.split, len(row.input_ids), count)
+                for row, count in zip(rows, supervised, strict=True)
+            ),
+            shard_tokens=shard_tokens,
+            complete=False,
+        )
+        self.notes: list[str] = []
+        self._rows = rows
+        self._entries: dict[int, ShardEntry] = {}
+        self._lock: int | None = None
+        self.shards = plan_shards(rows, shard_tokens)
+
+    def __enter__(self) -> StoreWriter[RowT]:
+        self._claim()
+        try:
+            if is_store(self.path):
+                self._continue()
+            else:
+                write_manifest(self.path, self.manifest)
+                write_index(self.path, [])
+            self._remove_leftovers()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._release()
+
+    @property
+    def num_tokens_done(self) -> int:
+        """Tokens in indexed shards."""
+        return sum(entry.num_tokens for entry in self._entries.values())
+
+    def pending(self) -> Iterator[tuple[int, list[RowT]]]:
+        """Number and rows of every shard that is still to be written, in order."""
+        for number, rows in enumerate(self.shards):
+            if number not in self._entries:
+                yield number, rows
+
+    def write_shard(self, number: int, states: Sequence[tuple[RowT, Tensor, Tensor, Tensor]]) -> None:
+        """Check, write and index one shard.
+
+        states: (row, aux [T, n_aux * hidden], last [T, hidden], token_ids [T]) for exactly the planned
+        rows in their order; CPU tensors of the manifest's dtype. Raises IntegrityError when the token ids
+        are not the row's or states are short, non-finite, all zero or of another dtype; UserError when
+        the disk is full. Nothing is indexed then.
+        """
+        assert self._lock is not None, "StoreWriter is used outside its `with` block"
+        if [row.row_id for row, *_ in states] != [row.row_id for row in self.shards[number]]:
+            raise ValueError(f"shard {number} must hold exactly its planned rows, in order")
+        if number in self._entries:
+            raise ValueError(f"shard {number} is written already")
+        rows: list[RowEntry] = []
+        parts: dict[str, list[Tensor]] = {INPUT_IDS: [], LOSS_MASK: [], AUX: [], LAST: []}
+        offset = 0
+        for row, aux, last, token_ids in states:
+            ids = torch.tensor(row.input_ids, dtype=torch.int64)
+            mask = torch.tensor(row.loss_mask, dtype=torch.uint8)
+            self._check_row(row, ids, mask, aux, last, token_ids)
+            supervised = int(mask.sum())
+            rows.append(
+                RowEntry(row.row_id, row.conversation_id, row.split, row.source, offset, len(ids), supervised)
+            )
+            offset += len(ids)
+            for name, tensor in ((INPUT_IDS, ids), (LOSS_MASK, mask), (AUX, aux), (LAST, last)):
+                parts[name].append(tensor)
+        name = shard_file(number)
+        tensors = {key: torch.cat(values).contiguous() for key, values in parts.items()}
+        digest = write_shard(self.path / name, self.manifest, number, tensors)
+        entry = ShardEntry(name, digest, offset, tuple(rows))
+        append_entry(self.path, entry)
+        self._entries[number] = entry
+
+    def finish(self) -> Manifest:
+        """Write the token counts and the complete manifest; returns the manifest.
+
+        Raises ValueError while shards are pending.
+        """
+        if len(self._entries) != len(self.shards):
+            raise ValueError(f"{len(self.shards) - len(self._entries)} shards are not written yet")
+        if self.manifest.complete:
+            return self.manifest
+        order = list(self._entries)
+        if order != sorted(order):
+            write_index(self.path, [self._entries[number] for number in sorted(order)])
+        counts = count_supervised_tokens(self._rows, self.manifest.verifier.vocab_size)
+        write_atomically(self.path / TOKEN_COUNTS_FILE, lambda path: save_file({TOKEN_COUNTS: counts}, path))
+        self.manifest = replace(self.manifest, complete=True)
+        write_manifest(self.path, self.manifest)
+        return self.manifest
+
+    def _check_row(
+        self, row: RowT, ids: Tensor, mask: Tensor, aux: Tensor, last: Tensor, token_ids: Tensor
+    ) -> None:
+        where = f"row {row.row_id[:12]} ({row.source})"
+        if row_id_of(ids, mask) != row.row_id:
+            raise IntegrityError(Problem(f"{where}: its ids and mask are not those its row_id was made of"))
+        low, high, largest = int(ids.min()), int(ids.max()), self.manifest.verifier.vocab_size - 1
+        if low < 0 or high > largest:
+            raise IntegrityError(Problem(f"{where}: token ids", [low, high], expected=f"0 to {largest}"))
+        check_tokens(ids, token_ids, where)
+        check_states(
+            aux,
+            last,
+            length=len(ids),
+            hidden_size=self.manifest.verifier.hidden_size,
+            slots=slot_names(self.manifest.layer_ids),
+            dtype=DTYPES[self.manifest.dtype],
+            where=where,
+        )
+
+    def _claim(self) -> None:
+        """Create the directory and lock it, so that two runs never write one store."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        ours = {MANIFEST_FILE + TEMPORARY_SUFFIX, SHARD_DIRECTORY}
+        foreign = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ours)
+        if foreign and not is_store(self.path):
+            raise UserError(
+                Problem(
+                    f"{self.path} is neither a store nor an empty directory; it holds",
+                    value=foreign[:3],
+                    fix="store=ANOTHER_DIRECTORY",
+                )
+            )
+        (self.path / SHARD_DIRECTORY).mkdir(exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            problem = Problem(
+                f"another process is writing the store {self.path}",
+                fix="wait for it, or store=ANOTHER_DIRECTORY",
+            )
+            raise UserError(problem) from error
+        except OSError:
+            # some network file systems do not lock directories; the renames still keep files whole
+            self.notes.append(f"{self.path} cannot be locked: do not write it from two processes")
+        self._lock = descriptor
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            # unlocked explicitly: a child process may still hold a copy of the descriptor
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+            os.close(self._lock)
+            self._lock = None
+
+    def _remove_leftovers(self) -> None:
+        for directory in (self.path, self.path / SHARD_DIRECTORY):
+            for leftover in sorted(directory.glob(f"*{TEMPORARY_SUFFIX}")):
+                leftover.unlink()
+                self.notes.append(f"removed {leftover.name}, left by an interrupted run")
+
+    def _continue(self) -> None:
+        stored = read_manifest(self.path)
+        wanted = self.manifest
+        check_resumable(self.path, stored, wanted)
+        entries, torn = read_index(self.path)
+        if stored.complete:
+            self.manifest = stored
+            self.shards = plan_shards(self._rows, stored.shard_tokens)
+        if torn:
+            self.notes.append(f"cut the last line of {INDEX_FILE}, torn by an interrupted run")
+        for entry in entries:
+            planned = self.shards[entry.number] if entry.number < len(self.shards) else []
+            if [row.row_id for row in planned] != [row.row_id for row in entry.rows]:
+                raise IntegrityError(Problem(f"{self.path}: {entry.file} does not hold its planned rows"))
+            try:
+                check_header(self.path / entry.file, self.manifest, entry.number, entry.num_tokens)
+            except IntegrityError as error:
+                self.notes.append(f"writing {entry.file} again: {error}")
+            else:
+                self._entries[entry.number] = entry
+        if self.manifest.complete and len(self._entries) < len(self.shards):
+            self.manifest = replace(self.manifest, complete=False)
+            check_resumable(self.path, self.manifest, wanted)
+        if torn or len(self._entries) != len(entries) or not (self.path / INDEX_FILE).exists():
+            write_manifest(self.path, self.manifest)
+            write_index(self.path, list(self._entries.values()))

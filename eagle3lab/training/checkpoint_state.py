@@ -1,0 +1,162 @@
+"""What a checkpoint holds: trainable tensors, vocabulary maps, optimizer, and the place in the run plan.
+
+Lightning's own loop counters are left out. The plan and the number of completed updates say everything they
+would, exactly and for another number of ranks too.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eagle3lab.config.errors import IntegrityError, Problem, UserError, raise_all
+
+from .run_plan import RunPlan
+
+KEY = "eagle3lab"
+PREFIX = "draft."
+FORMAT = 1
+
+
+def kept_names(draft: nn.Module) -> set[str]:
+    """The draft's tensors that a checkpoint holds: all but frozen parameters, which are the verifier's."""
+    frozen = {name for name, p in draft.named_parameters() if not p.requires_grad}
+    return set(draft.state_dict()) - frozen
+
+
+def trim(checkpoint: dict[str, Any], draft: nn.Module, plan: RunPlan, num_updates: int, seed: int) -> None:
+    """Make Lightning's checkpoint ours, in place."""
+    kept = {PREFIX + name for name in kept_names(draft)}
+    checkpoint["state_dict"] = {name: t for name, t in checkpoint["state_dict"].items() if name in kept}
+    checkpoint.pop("loops", None)
+    epoch, in_epoch = plan.locate(num_updates)
+    checkpoint["epoch"], checkpoint["global_step"] = epoch, num_updates
+    checkpoint[KEY] = {
+        "format": FORMAT,
+        "num_updates": num_updates,
+        "tokens": plan.tokens_after(num_updates),
+        "epoch": epoch,
+        "in_epoch": in_epoch,
+        "data": _data_identity(plan, seed),
+    }
+
+
+def _data_identity(plan: RunPlan, seed: int) -> dict[str, int | str]:
+    """What the order of rows and the make-up of an update depend on."""
+    return {
+        "train.seed": seed,
+        "packs_per_update": plan.num_replicas * plan.micro_batches,
+        "number_of_rows": plan.num_rows,
+        "number_of_tokens": plan.rows_tokens,
+        "order_of_rows": plan.order_digest,
+    }
+
+
+def check(checkpoint: dict[str, Any], draft: nn.Module, plan: RunPlan, seed: int) -> int:
+    """Hold a checkpoint against this run's draft, vocabulary and plan; returns the updates completed.
+
+    A longer or shorter budget is fine: the run goes on with the new plan from the same place in the data.
+    Raises `IntegrityError` for other tensors or another vocabulary, `UserError` for other data or another
+    update size.
+    """
+    state = checkpoint.get(KEY)
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise IntegrityError(
+            Problem("not a checkpoint of eagle3lab, or of another format", state, f"format {FORMAT}")
+        )
+    held = _draft_tensors(checkpoint)
+    problems = _tensor_problems(held, draft)
+    if problems:
+        raise IntegrityError(*problems)
+    identity = _data_identity(plan, seed)
+    raise_all(
+        [
+            Problem(
+                f"the checkpoint was made with another {name}",
+                state["data"].get(name),
+                f"{identity[name]}, as this run has it",
+                _fix(name, state["data"].get(name)),
+            )
+            for name in identity
+            if state["data"].get(name) != identity[name]
+        ]
+    )
+    return plan.find(state["epoch"], state["in_epoch"])
+
+
+def _fix(name: str, value: object) -> str:
+    if name == "train.seed":
+        return f"train.seed={value}"
+    if name == "packs_per_update":
+        return f"train.tokens_per_update=<{value} x train.seq_len>"
+    return "the store, max_len and train.seq_len of the first run"
+
+
+def _draft_tensors(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(PREFIX): t
+        for name, t in checkpoint["state_dict"].items()
+        if name.startswith(PREFIX)
+    }
+
+
+def _tensor_problems(held: dict[str, Tensor], draft: nn.Module) -> list[Problem]:
+    expected = {name: t for name, t in draft.state_dict().items() if name in kept_names(draft)}
+    problems = [
+        Problem("the checkpoint lacks a tensor of the draft", name)
+        for name in sorted(expected.keys() - held.keys())
+    ]
+    problems += [
+        Problem("the checkpoint holds a tensor the draft lacks", name)
+        for name in sorted(held.keys() - expected.keys())
+    ]
+    for name in sorted(expected.keys() & held.keys()):
+        if held[name].shape != expected[name].shape:
+            problems.append(
+                Problem(
+                    f"{name} has another shape in the checkpoint",
+                    tuple(held[name].shape),
+                    str(tuple(expected[name].shape)),
+                )
+            )
+        elif name in ("t2d", "d2t") and not torch.equal(held[name].cpu(), expected[name].cpu()):
+            problems.append(
+                Problem(
+                    f"the checkpoint's draft vocabulary differs ({name})",
+                    expected="the vocabulary the run began with",
+                    fix="the store that the run began with, and its draft.vocab_size",
+                )
+            )
+    return problems
+
+
+def load_weights(draft: nn.Module, path: Path) -> int:
+    """Put a checkpoint's weights into `draft`, for export; returns the number of updates they had.
+
+    Raises `IntegrityError` when the file's tensors are not this draft's.
+    """
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    held = _draft_tensors(checkpoint)
+    problems = _tensor_problems(held, draft)
+    if problems:
+        raise IntegrityError(*problems)
+    draft.load_state_dict(held, strict=False)
+    return int(checkpoint[KEY]["num_updates"])
+
+
+def read_position(path: Path) -> dict[str, Any]:
+    """The place of a checkpoint: `num_updates`, `tokens`, `epoch`, ... Raises `UserError` for a torn file."""
+    try:
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True)[KEY])
+    except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
+        raise UserError(
+            Problem(
+                f"cannot read the checkpoint {path}",
+                str(error).splitlines()[0],
+                "a whole checkpoint of eagle3lab",
+            )
+        ) from error

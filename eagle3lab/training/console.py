@@ -1,0 +1,45 @@
+"""The lines a run prints: one per logging interval, one per validation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def short(number: float) -> str:
+    """`1234567` as `1.23M`."""
+    for unit, letter in _UNITS:
+        if abs(number) >= unit:
+            return f"{number / unit:.3g}{letter}" if number < 999.5 * unit else f"{number / unit:.0f}{letter}"
+    return f"{number:.3g}" if number != int(number) else str(int(number))
+
+
+def clock_text(seconds: float) -> str:
+    """`3725` as `1:02:05`."""
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def interval_line(
+    figures: Mapping[str, float], num_updates: int, num_tokens: int, acceptance: float | None
+) -> str:
+    """Where the run stands: update, tokens, loss, simulated acceptance length, speed, waiting, time left."""
+    speed = figures["speed/tokens_per_second"]
+    left = (num_tokens - figures["tokens"]) / speed if speed else 0.0
+    simulated = "-" if acceptance is None else f"{acceptance:.3f}"
+    return (
+        f"update {figures['update']:.0f}/{num_updates}  tokens {short(figures['tokens'])}  "
+        f"loss {figures['train/loss']:.4f}  simulated acceptance {simulated}  {short(speed)} tok/s  "
+        f"data wait {100 * figures['speed/data_wait_share']:.0f} %  ETA {clock_text(left)}"
+    )
+
+
+def validation_line(figures: Mapping[str, float], num_updates: int) -> str:
+    """One validation: loss, simulated acceptance length and its parts, coverage."""
+    parts = [value for name, value in figures.items() if name.startswith("val/acceptance_step")]
+    return (
+        f"update {figures['update']:.0f}/{num_updates}  validation  loss {figures['val/loss']:.4f}  "
+        f"simulated acceptance length {figures['val/simulated_acceptance_length']:.3f} "
+        f"(1 + {' + '.join(f'{p:.3f}' for p in parts)})  coverage {figures['val/coverage']:.3f}"
+    )

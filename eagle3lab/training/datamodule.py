@@ -1,0 +1,117 @@
+"""`Eagle3DataModule`: packs of a hidden-state store, for training in plan order and for validation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+
+from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.config.schema import TrainerConfig
+from eagle3lab.data.collate import create_collate_fn
+from eagle3lab.data.dataset import Eagle3SampleFileDataset
+from eagle3lab.data.packing import PackBatchSampler
+from eagle3lab.store.reader import StoreReader
+
+from .loader import PlannedBatches, TimedLoader
+from .run_plan import RunPlan
+
+PREFETCHED_PACKS = 2  # per worker; a pack of 8192 tokens at hidden 4096 takes 268 MB
+
+
+class Eagle3DataModule(LightningDataModule):
+    """Training and validation rows of a store.
+
+    Args:
+        source: an opened store.
+        seq_len: length of a pack.
+        aux_layer_ids: the draft's aux layers, a subset of the store's; None takes all.
+    """
+
+    def __init__(
+        self,
+        source: StoreReader,
+        *,
+        seq_len: int,
+        seed: int = 0,
+        aux_layer_ids: Sequence[int] | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.seq_len = seq_len
+        self.seed = seed
+        self.num_workers = num_workers
+        self.train_data = Eagle3SampleFileDataset(source, split="train", aux_layer_ids=aux_layer_ids)
+        self.validation_data = Eagle3SampleFileDataset(
+            source, split="validation", aux_layer_ids=aux_layer_ids
+        )
+        self._plan: RunPlan | None = None
+        self.train_loader: TimedLoader | None = None
+
+    def plan(self, train: TrainerConfig, *, num_replicas: int, micro_batches: int) -> RunPlan:
+        """The updates of a run on `num_replicas` devices with `micro_batches` packs on each per update.
+
+        Raises `UserError` when the store has no training rows or a row does not fit a pack.
+        """
+        if len(self.train_data) == 0:
+            raise UserError(Problem("the store has no training rows", fix="data.validation_share=0.05"))
+        sampler = PackBatchSampler(self.train_data.lengths, self.seq_len, seed=self.seed)
+        self._plan = RunPlan(
+            sampler.plan,
+            self.train_data.lengths,
+            num_replicas=num_replicas,
+            micro_batches=micro_batches,
+            max_epochs=train.max_epochs,
+            max_updates=train.max_updates,
+            max_tokens=train.max_tokens,
+        )
+        return self._plan
+
+    def supervised_counts(self) -> Callable[[int, int], tuple[int, ...]]:
+        """Per-step supervised tokens of a training row, remembered: every epoch asks for all of them."""
+        return lru_cache(maxsize=1_000_000)(self.train_data.supervised_counts)
+
+    @property
+    def num_validation_rows(self) -> int:
+        return len(self.validation_data)
+
+    def train_dataloader(self) -> TimedLoader:
+        """This rank's packs from the first update that is still to be made."""
+        assert self._plan is not None
+        assert self.trainer is not None
+        start = self.trainer.lightning_module.num_updates
+        batches = PlannedBatches(self._plan, self.trainer.global_rank, int(start))
+        self.train_loader = self._loader(self.train_data, batches, keep_workers=True)
+        return self.train_loader
+
+    def val_dataloader(self) -> TimedLoader | list[Any]:
+        """Every validation row once, in fixed packs, over all ranks."""
+        if self.num_validation_rows == 0:
+            return []
+        assert self.trainer is not None
+        # a rank with nothing left gets rows without weight, so that all ranks take part equally often
+        batches = PackBatchSampler(
+            self.validation_data.lengths,
+            self.seq_len,
+            num_replicas=self.trainer.world_size,
+            rank=self.trainer.global_rank,
+            shuffle=False,
+            drop_last=False,
+        )
+        return self._loader(self.validation_data, batches, keep_workers=False)
+
+    def _loader(self, data: Eagle3SampleFileDataset, batches: Any, *, keep_workers: bool) -> TimedLoader:
+        workers = self.num_workers
+        assert self.trainer is not None
+        on_cuda = self.trainer.strategy.root_device.type == "cuda"
+        return TimedLoader(
+            data,
+            batch_sampler=batches,
+            collate_fn=create_collate_fn(self.seq_len),
+            num_workers=workers,
+            pin_memory=on_cuda,
+            persistent_workers=keep_workers and workers > 0,
+            prefetch_factor=PREFETCHED_PACKS if workers else None,
+        )

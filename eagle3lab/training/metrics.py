@@ -1,0 +1,135 @@
+"""Sums kept on the device and the named figures made from them. One all-reduce per logging interval.
+
+Everything is a sum over tokens, packs and ranks, divided once at the end: a padded or repeated pack counts
+nothing, and a mean of means cannot happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+INTERVAL_NAMES = (
+    "train/learning_rate",  # of the interval's last update
+    "speed/tokens_per_second",  # real tokens, all ranks
+    "speed/supervised_tokens_per_second",
+    "speed/data_wait_share",  # of training time, rank 0
+    "speed/peak_memory_gib",  # rank 0
+)
+
+
+class Sums:
+    """Named sums, each a scalar or one per TTT step, in one fp64 vector on the device.
+
+    Adding never waits for the device; `reduce` does, once.
+    """
+
+    def __init__(self, widths: Mapping[str, int], device: torch.device | str) -> None:
+        self._widths = dict(widths)
+        self._values = torch.zeros(sum(widths.values()), dtype=torch.float64, device=device)
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add one tensor of the right width for every name."""
+        assert values.keys() == self._widths.keys(), f"{sorted(values)} is not {sorted(self._widths)}"
+        parts = [values[name].detach().reshape(width).double() for name, width in self._widths.items()]
+        self._values += torch.cat(parts)
+
+    def reduce(self) -> dict[str, list[float]]:
+        """The sums over all ranks. This rank's own sums stay as they are, so reducing twice is harmless."""
+        total = self._values.clone()
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(total)
+        flat = total.tolist()
+        result, start = {}, 0
+        for name, width in self._widths.items():
+            result[name] = flat[start : start + width]
+            start += width
+        return result
+
+    def reset(self) -> None:
+        self._values.zero_()
+
+
+def train_widths(ttt_steps: int) -> dict[str, int]:
+    """What a training step adds up; `*_step` names have one value per TTT step."""
+    return {
+        "updates": 1,  # counted by rank 0
+        "loss": 1,  # the optimised loss, this pack's share of its update
+        "loss_step": ttt_steps,  # token losses
+        "supervised_step": ttt_steps,  # tokens
+        "correct_step": ttt_steps,  # drafted = verifier's argmax within the draft vocabulary
+        "covered": 1,  # supervised tokens that are in the draft vocabulary
+        "grad_norm": 1,  # before clipping, counted by rank 0
+    }
+
+
+def validation_widths(ttt_steps: int) -> dict[str, int]:
+    """What a validation step adds up, see `draft.ttt.FullVocabularyCounts`."""
+    return {
+        "loss_step": ttt_steps,
+        "correct": ttt_steps,
+        "prefix_correct": ttt_steps,
+        "totals": ttt_steps,
+        "covered": 1,
+    }
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def train_figures(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Figures of one logging interval.
+
+    `train/loss`: mean over the interval's updates of the loss that was optimised.
+    `train/loss_step{k}`: mean token loss of TTT step k.
+    `train/accuracy_step{k}_draft_vocab`: share of supervised tokens where the draft's argmax is the
+    verifier's argmax *within the draft vocabulary*, so not comparable between vocabularies.
+    `train/token_coverage`: share of the rows' own supervised tokens that are in the draft vocabulary.
+    """
+    updates = sums["updates"][0]
+    figures = {"train/loss": _share(sums["loss"][0], updates)}
+    for k, supervised in enumerate(sums["supervised_step"]):
+        figures[f"train/loss_step{k}"] = _share(sums["loss_step"][k], supervised)
+        figures[f"train/accuracy_step{k}_draft_vocab"] = _share(sums["correct_step"][k], supervised)
+    figures["train/token_coverage"] = _share(sums["covered"][0], sums["supervised_step"][0])
+    figures["train/grad_norm"] = _share(sums["grad_norm"][0], updates)
+    return figures
+
+
+def validation_figures(sums: Mapping[str, Sequence[float]], step_decay: float) -> dict[str, float]:
+    """Figures of one validation, teacher-forced and over the verifier's full vocabulary.
+
+    `val/accuracy_step{k}`: P(step k right), whatever the steps before it did.
+    `val/acceptance_step{k}`: P(steps 0..k all right), of all supervised start positions.
+    `val/conditional_accuracy_step{k}`: P(step k right | the steps before it all right).
+    `val/simulated_acceptance_length`: 1 + sum over k of `val/acceptance_step{k}`, the bonus token included.
+    `val/coverage`: share of supervised tokens whose verifier argmax lies in the draft vocabulary.
+    `val/loss`: sum over k of step_decay**k * mean token loss of step k, over the draft vocabulary.
+    """
+    starts = sums["totals"][0]
+    figures: dict[str, float] = {"val/loss": 0.0}
+    length, before = 1.0, starts
+    for k, total in enumerate(sums["totals"]):
+        step_loss = _share(sums["loss_step"][k], total)
+        prefix = sums["prefix_correct"][k]
+        figures["val/loss"] += step_decay**k * step_loss
+        figures[f"val/loss_step{k}"] = step_loss
+        figures[f"val/accuracy_step{k}"] = _share(sums["correct"][k], total)
+        figures[f"val/acceptance_step{k}"] = _share(prefix, starts)
+        figures[f"val/conditional_accuracy_step{k}"] = _share(prefix, before)
+        length += _share(prefix, starts)
+        before = prefix
+    figures["val/simulated_acceptance_length"] = length
+    figures["val/coverage"] = _share(sums["covered"][0], starts)
+    return figures
+
+
+def metric_names(ttt_steps: int) -> list[str]:
+    """Every name that a run may log, in order; the two x-axes first."""
+    train = train_figures({name: [0.0] * width for name, width in train_widths(ttt_steps).items()})
+    zeros = {name: [0.0] * width for name, width in validation_widths(ttt_steps).items()}
+    return ["update", "tokens", *train, *INTERVAL_NAMES, *validation_figures(zeros, 1.0)]

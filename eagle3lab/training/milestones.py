@@ -1,0 +1,37 @@
+"""After which updates a run logs, validates and saves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eagle3lab.config.schema import TrainerConfig
+
+from .run_plan import RunPlan
+
+
+@dataclass(frozen=True)
+class Milestones:
+    """All questions are asked with the number of updates completed, from 1 to the plan's."""
+
+    plan: RunPlan
+    log_every: int
+    validate_every: int | None  # None: at the end of every epoch
+    save_every: int | None  # None: at every validation
+
+    @classmethod
+    def of(cls, plan: RunPlan, train: TrainerConfig) -> Milestones:
+        return cls(plan, train.log_every_updates, train.validate_every_updates, train.save_every_updates)
+
+    def validates(self, completed: int) -> bool:
+        if completed == self.plan.num_updates:
+            return True
+        if self.validate_every is None:
+            return self.plan.ends_epoch(completed - 1)
+        return completed % self.validate_every == 0
+
+    def saves(self, completed: int) -> bool:
+        return self.validates(completed) or (self.save_every is not None and completed % self.save_every == 0)
+
+    def logs(self, completed: int) -> bool:
+        """Also before every validation and save, so that a resumed run logs the same intervals."""
+        return completed % self.log_every == 0 or self.saves(completed)

@@ -1,0 +1,89 @@
+"""AdamW over the trainable parameters, and a learning rate that is a function of the update alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.config.schema import OptimConfig, Schedule
+
+from .run_plan import RunPlan
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The rate at an update. Holds no state: a resumed or lengthened run reads the same table.
+
+    Updates are counted from 0. Warm-up is linear from 0, so the first update of a warmed-up run has rate 0
+    and update `warmup_updates` the peak; from there to `total_updates` the rate falls to `min_share * peak`.
+    """
+
+    peak: float
+    total_updates: int
+    warmup_updates: int = 0
+    schedule: Schedule = Schedule.constant
+    min_share: float = 0.0
+
+    def __call__(self, update: int) -> float:
+        if update < self.warmup_updates:
+            return self.peak * update / self.warmup_updates
+        if self.schedule is Schedule.constant:
+            return self.peak
+        progress = min(1.0, (update - self.warmup_updates) / max(1, self.total_updates - self.warmup_updates))
+        left = (
+            1.0 - progress if self.schedule is Schedule.linear else 0.5 * (1.0 + math.cos(math.pi * progress))
+        )
+        return self.peak * (self.min_share + (1.0 - self.min_share) * left)
+
+
+def build_learning_rate(optim: OptimConfig, plan: RunPlan) -> LearningRate:
+    """The schedule over the run's known number of updates; a warm-up in tokens is turned into updates here.
+
+    Raises `UserError` when warm-up leaves no update with a rate above 0.
+    """
+    warmup = optim.lr_warmup_updates or 0
+    if optim.lr_warmup_tokens:
+        warmup = plan.updates_for_tokens(optim.lr_warmup_tokens)
+    if warmup > 0 and plan.num_updates == 1:
+        raise UserError(
+            Problem(
+                "the only update of this run has learning rate 0, the first of its warm-up",
+                f"{warmup} warm-up updates",
+                "a longer run, or no warm-up",
+                "optim.lr_warmup_updates=0 optim.lr_warmup_tokens=null",
+            )
+        )
+    return LearningRate(optim.lr, plan.num_updates, warmup, optim.schedule, optim.lr_min_share)
+
+
+def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], optim: OptimConfig) -> torch.optim.AdamW:
+    """AdamW (fused) over the named parameters that require a gradient. Weight decay spares norms and biases.
+
+    Raises `ValueError` when a parameter is not fp32: updates below half a bf16 spacing would be lost.
+    """
+    trainable = [(name, p) for name, p in parameters if p.requires_grad]
+    low = [name for name, p in trainable if p.dtype != torch.float32]
+    if low:
+        raise ValueError(f"trainable parameters must be fp32 masters, these are not: {low}")
+    groups = [
+        {"params": [p for _, p in trainable if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for _, p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    beta1, beta2 = optim.betas
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=optim.lr,
+        betas=(beta1, beta2),
+        eps=optim.eps,
+        fused=True,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate

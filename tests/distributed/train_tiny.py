@@ -1,0 +1,56 @@
+"""One rank of tiny training runs, one after the other: `torchrun ... train_tiny.py '[{"store": ...}, ...]'`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from eagle3lab.config.schema import TrainerConfig
+from eagle3lab.store.reader import StoreReader
+from eagle3lab.training.trainer import fit
+
+
+def load_tiny() -> ModuleType:
+    path = Path(__file__).parents[1] / "training" / "tiny_run.py"
+    spec = importlib.util.spec_from_file_location("tiny_run", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tiny_run"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(tiny: ModuleType, job: dict[str, Any]) -> None:
+    out = Path(job["out"])
+    train = TrainerConfig(seq_len=tiny.SEQ_LEN, **job["train"])
+    module, data = tiny.build(
+        StoreReader(Path(job["store"])),
+        train,
+        devices=job["devices"],
+        noise=job.get("noise", 0.0),
+        workers=job.get("workers", 0),
+    )
+    summary = fit(
+        module,
+        data,
+        hardware=tiny.hardware(job["devices"]),
+        train=train,
+        run_dir=out,
+        resume=job.get("resume", False),
+    )
+    if module.global_rank == 0:
+        torch.save(tiny.weights(module), out / "weights.pt")
+        (out / "summary.json").write_text(json.dumps(summary.to_json()))
+
+
+if __name__ == "__main__":
+    tiny_run = load_tiny()
+    for each in json.loads(sys.argv[1]):
+        run(tiny_run, each)

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from eagle3lab.config.errors import UserError
+from eagle3lab.config.schema import DraftConfig, LayerType, LossKind
+from eagle3lab.draft.speculators_model import (
+    build_draft,
+    loss_function,
+    required_symbols,
+    vocabulary_of,
+)
+from eagle3lab.draft.vocabulary import DraftVocabulary
+from eagle3lab.verifier.facts import VerifierFacts
+from eagle3lab.verifier.weights import EdgeWeights
+
+
+def build(facts: VerifierFacts, edge: EdgeWeights, vocabulary: DraftVocabulary, **kw: Any) -> Any:
+    seed, ids = kw.pop("seed", 0), kw.pop("ids", (2, 4, 5))
+    cfg = DraftConfig(name="t", **kw)
+    return build_draft(cfg, facts, edge, vocabulary, ids, attention="sdpa", seed=seed)
+
+
+def test_frozen_tensors_are_the_verifiers(
+    facts: VerifierFacts, edge: EdgeWeights, vocabulary: DraftVocabulary
+) -> None:
+    model = build(facts, edge, vocabulary)
+    rows = edge.head[vocabulary.verifier_ids]
+    assert torch.equal(model.embed_tokens.weight, edge.embedding)
+    assert torch.equal(model.lm_head.weight, rows)
+    assert torch.equal(model.verifier_lm_head.weight, rows)
+    assert torch.equal(model.verifier_norm.weight, edge.norm)
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {
+        "embed_tokens.weight",
+        "lm_head.weight",
+        "verifier_lm_head.weight",
+        "verifier_norm.weight",
+    }
+
+
+@pytest.mark.parametrize("layer_type", list(LayerType))
+def test_the_layer_has_the_verifiers_geometry(
+    layer_type: LayerType, facts: VerifierFacts, edge: EdgeWeights, vocabulary: DraftVocabulary
+) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "partial_rotary_factor": 0.5,
+    }
+    facts = dataclasses.replace(facts, rope_parameters=rope)
+    model = build(facts, edge, vocabulary, layer_type=layer_type, num_layers=2, sliding_window=8)
+    layer = model.config.transformer_layer_config
+    assert (layer.rms_norm_eps, layer.max_position_embeddings) == (1e-5, 512)
+    assert layer.rope_parameters == {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
+    assert rope["partial_rotary_factor"] == 0.5
+    assert model.layers[0].norm_before_residual is True
+    assert model.sliding_window == 8
+    assert model.sliding_window_indices == [0, 1]
+    assert hasattr(model.layers[1].self_attn, "q_norm") == (layer_type is LayerType.qwen3)
+    assert list(model.target_layer_ids) == [2, 4, 5]
+
+
+def test_the_seed_alone_decides_the_trainable_weights_and_the_global_generator_is_untouched(
+    facts: VerifierFacts, edge: EdgeWeights, vocabulary: DraftVocabulary
+) -> None:
+    torch.manual_seed(7)
+    before = torch.random.get_rng_state()
+    first = build(facts, edge, vocabulary, seed=3)
+    assert torch.equal(before, torch.random.get_rng_state())
+    torch.manual_seed(8)
+    wider = build(facts, edge, DraftVocabulary.full(facts.vocab_size), seed=3)
+    other = build(facts, edge, vocabulary, seed=4)
+    for name, parameter in first.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(parameter, wider.get_parameter(name)), name
+            assert torch.equal(parameter, other.get_parameter(name)) == (parameter.ndim == 1), name
+    std = float(first.fc.weight.detach().std())
+    assert 0.018 < std < 0.022
+
+
+def test_a_full_vocabulary_has_no_maps_and_reads_back_as_full(
+    facts: VerifierFacts, edge: EdgeWeights
+) -> None:
+    model = build(facts, edge, DraftVocabulary.full(facts.vocab_size))
+    assert model.t2d is None
+    assert vocabulary_of(model).is_full
+    assert torch.equal(model.lm_head.weight, edge.head)
+
+
+def test_other_than_three_aux_layers_are_named_for_the_engine(
+    facts: VerifierFacts, edge: EdgeWeights, vocabulary: DraftVocabulary
+) -> None:
+    model = build(facts, edge, vocabulary, ids=(1, 2, 4, 5))
+    assert model.fc.in_features == 4 * facts.hidden_size
+    assert model.config.transformer_layer_config.num_aux_hidden_states == 4
+    assert not hasattr(
+        build(facts, edge, vocabulary).config.transformer_layer_config, "num_aux_hidden_states"
+    )
+
+
+def test_every_impossible_size_is_named_at_once(
+    facts: VerifierFacts, edge: EdgeWeights, vocabulary: DraftVocabulary
+) -> None:
+    with pytest.raises(UserError) as caught:
+        build(
+            facts,
+            edge,
+            vocabulary,
+            num_heads=3,
+            num_kv_heads=2,
+            head_dim=15,
+            norm_before_fc=True,
+            fc_norm=True,
+        )
+    text = str(caught.value)
+    for name in ("draft.num_kv_heads", "draft.head_dim", "draft.num_heads", "draft.fc_norm"):
+        assert name in text
+
+
+def test_a_wrong_layer_id_is_the_users_mistake(
+    facts: VerifierFacts, edge: EdgeWeights, vocabulary: DraftVocabulary
+) -> None:
+    with pytest.raises(UserError, match="layer"):
+        build(facts, edge, vocabulary, ids=(2, 4, 8))
+
+
+def test_a_weight_of_another_shape_never_broadcasts(
+    facts: VerifierFacts, edge: EdgeWeights, vocabulary: DraftVocabulary
+) -> None:
+    with pytest.raises(AssertionError, match="64"):
+        build(facts, dataclasses.replace(edge, norm=torch.ones(1)), vocabulary)
+
+
+def test_a_weight_that_is_not_finite_is_found(
+    facts: VerifierFacts, edge: EdgeWeights, vocabulary: DraftVocabulary
+) -> None:
+    bad = edge.embedding.clone()
+    bad[0, 0] = float("nan")
+    with pytest.raises(AssertionError, match=r"embed_tokens\.weight"):
+        build(facts, dataclasses.replace(edge, embedding=bad), vocabulary)
+
+
+def test_api_drift_names_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert required_symbols().startswith("0.9")
+    import speculators.losses
+    import speculators.models.eagle3 as eagle3
+
+    def other_forward(self: Any, hidden_states: Any, input_ids: Any) -> None: ...
+
+    monkeypatch.delattr(speculators.losses, "resolve_loss_config")
+    monkeypatch.setattr(eagle3.Eagle3DraftModel, "forward", other_forward)
+    with pytest.raises(UserError) as caught:
+        required_symbols()
+    text = str(caught.value)
+    assert "resolve_loss_config is missing" in text
+    assert "forward no longer takes document_ids" in text
+    assert ">=0.9,<0.10, installed is 0.9" in text
+
+
+def _by_hand(kind: LossKind, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    q, p = logits.double().softmax(-1), targets.double().softmax(-1)
+    mix = (p + q) / 2
+    return {
+        LossKind.kl: (p * (p / q).log()).sum(-1),
+        LossKind.reverse_kl: (q * (q / p).log()).sum(-1),
+        LossKind.js: 0.5 * (p * (p / mix).log()).sum(-1) + 0.5 * (q * (q / mix).log()).sum(-1),
+        LossKind.ce: -q.gather(-1, p.argmax(-1, keepdim=True))[..., 0].log(),
+        LossKind.tv: 0.5 * (p - q).abs().sum(-1),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", list(LossKind))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_are_the_named_divergences_in_fp32(kind: LossKind, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 5, 40, generator=g).to(dtype)
+    targets = torch.randn(1, 5, 40, generator=g).to(dtype)
+    loss = loss_function(kind, "eager")(logits, targets)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), _by_hand(kind, logits, targets), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from eagle3lab.config.errors import UserError
+from eagle3lab.config.schema import DataConfig, ModelConfig, TooLong
+from eagle3lab.rows.build import build_rows
+from eagle3lab.rows.rows import RowSet
+from eagle3lab.rows.sample import describe_sample
+from eagle3lab.store.identity import row_id_of
+from eagle3lab.verifier.facts import VerifierFacts
+
+Chat = Callable[..., dict[str, Any]]
+RowsOf = Callable[..., RowSet]
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.characters(codec="utf-8"), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+roles = st.sampled_from(["user", "assistant", "system", "tool", "human", "gpt"])
+messages = st.lists(
+    st.fixed_dictionaries({"role": roles}, optional={"content": json_values, "tool_calls": json_values}),
+    max_size=5,
+)
+records = st.lists(
+    st.fixed_dictionaries({"messages": messages}, optional={"tools": json_values, "id": json_values})
+    | json_values,
+    max_size=6,
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(records=records, share=st.floats(0, 1), too_long=st.sampled_from(TooLong), max_len=st.integers(2, 60))
+def test_everything_read_is_kept_or_dropped_for_a_reason(
+    records: list[Any], share: float, too_long: TooLong, max_len: int, rows_of: RowsOf, chat: Chat
+) -> None:
+    good = chat("a", "b")  # 23 ids, the answer from 20 on
+    try:
+        rowset = rows_of(
+            good,
+            *records,
+            validation_share=share,
+            too_long=too_long,
+            max_len=max_len,
+        )
+    except UserError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    assert not refusal or (max_len <= 23 and "no conversation became a row" in refusal)
+    if refusal:
+        return
+    account = rowset.accounting
+    assert account.read == 1 + len(records) == account.kept + sum(account.dropped.values())
+    assert account.rows == len(rowset.rows) >= account.kept
+    for row in rowset.rows:
+        assert len(row.input_ids) == len(row.loss_mask) <= max_len
+        assert set(row.loss_mask) <= {0, 1}
+        assert sum(row.loss_mask) >= 1
+        assert row.row_id == row_id_of(row.input_ids, row.loss_mask)
+        assert row.split in {"train", "validation"}
+
+
+def test_a_pool_of_processes_gives_the_same_rows(rows_of: RowsOf, chat: Chat) -> None:
+    data = [chat(f"question {i}", "answer" * (i % 5), id=i) for i in range(80)]
+    assert rows_of(*data, num_workers=2, max_tokens=2000) == rows_of(*data, max_tokens=2000)
+
+
+def test_the_cap_is_the_smaller_of_configuration_and_verifier(
+    facts: VerifierFacts, shared: Any, rows_of: RowsOf, chat: Chat
+) -> None:
+    folder = shared.parent / "EXT-16"
+    expected = json.loads((folder / "expected.json").read_text())
+    data = DataConfig(name="d", paths=[str(folder / "data.jsonl")])
+    dropped = build_rows(data, ModelConfig(name="m"), facts)
+    assert dropped.max_len == expected["target_max"]
+    assert dropped.accounting.examples == {"too_long": ["long"]}
+    assert [len(row.input_ids) for row in dropped.rows] == [expected["short"]]
+    cut = build_rows(replace(data, too_long=TooLong.truncate), ModelConfig(name="m"), facts)
+    assert [len(row.input_ids) for row in cut.rows] == [expected["target_max"], expected["short"]]
+    assert cut.accounting.repaired == {"truncated": 1}
+
+
+def test_a_cut_that_loses_a_whole_turn_counts_it(rows_of: RowsOf, chat: Chat) -> None:
+    rowset = rows_of(chat("a", "b", "c", "d"), max_len=30, too_long=TooLong.truncate)
+    assert len(rowset.rows[0].input_ids) == 30
+    assert rowset.accounting.turns_dropped == {"too_long": 1}
+    assert rowset.accounting.repaired == {"truncated": 1}
+
+
+def test_rows_end_once_they_hold_max_tokens(rows_of: RowsOf, chat: Chat) -> None:
+    data = [chat(f"{i}", "b", id=i) for i in range(9)]  # 23 tokens each
+    rowset = rows_of(*data, max_tokens=47)
+    assert [len(row.input_ids) for row in rowset.rows] == [23, 23, 23]
+    assert rowset.accounting.dropped == {"beyond_max_tokens": 6}
+    assert rowset.accounting.read == 9
+
+
+def test_strict_names_the_first_faulty_conversation_only(rows_of: RowsOf, chat: Chat) -> None:
+    data = [chat("a", "b", id="fine"), chat("a", "", id="hollow"), chat("a", "b", id="copy")]
+    with pytest.raises(UserError, match="hollow: empty_answer"):
+        rows_of(*data, strict=True)
+    assert rows_of(data[0], data[2], strict=True, drop_duplicates=True).accounting.kept == 1
+
+
+def test_ids_the_verifier_does_not_know_are_dropped(facts: VerifierFacts, shared: Any, tmp_path: Any) -> None:
+    path = tmp_path / "d.jsonl"
+    records = [
+        {"messages": [{"role": "user", "content": u}, {"role": "assistant", "content": "a"}]}
+        for u in ("<|tool|>", "b")
+    ]
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    small = replace(facts, vocab_size=263)
+    rowset = build_rows(DataConfig(name="d", paths=[str(path)]), ModelConfig(name="m"), small)
+    assert rowset.accounting.dropped == {"token_outside_vocabulary": 1}
+
+
+def test_no_row_at_all_is_an_error_with_the_account(rows_of: RowsOf, chat: Chat) -> None:
+    with pytest.raises(UserError, match=r"no conversation became a row\n.*1 read = 0 kept \+ 1 dropped"):
+        rows_of(chat("only a question"))
+
+
+def test_a_copy_of_a_conversation_and_its_continuation_share_a_side(rows_of: RowsOf, chat: Chat) -> None:
+    data = [c for i in range(40) for c in (chat(f"q{i}", "a"), chat(f"q{i}", "a", "more", "b"))]
+    rowset = rows_of(*data, validation_share=0.5)
+    sides = [row.split for row in rowset.rows]
+    assert sides[0::2] == sides[1::2]
+    assert set(sides) == {"train", "validation"}
+    assert rowset.accounting.noted["prefix_of_longer"] == 40
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.0, {"train"}), (1.0, {"validation"})])
+def test_a_share_of_nothing_or_all_leaves_one_side(
+    share: float, expected: set[str], rows_of: RowsOf, chat: Chat
+) -> None:
+    rowset = rows_of(*(chat(f"q{i}", "a") for i in range(20)), validation_share=share)
+    assert {row.split for row in rowset.rows} == expected
+
+
+def test_the_share_is_met_in_expectation_and_adding_data_moves_nothing(rows_of: RowsOf, chat: Chat) -> None:
+    few = rows_of(*(chat(f"q{i}", "a") for i in range(500)), validation_share=0.2)
+    many = rows_of(*(chat(f"q{i}", "a") for i in range(1000)), validation_share=0.2)
+    assert [row.split for row in many.rows[:500]] == [row.split for row in few.rows]
+    assert 150 < many.num_rows("validation") < 250
+
+
+def test_equal_input_gives_an_equal_account_as_json(rows_of: RowsOf, chat: Chat) -> None:
+    data = [chat("a", "b", id=1), chat("c", "", id=2), {"id": 3}]
+    accounts = [json.dumps(rows_of(*data).accounting.as_dict()) for _ in range(2)]
+    assert accounts[0] == accounts[1]
+
+
+def test_a_sample_marks_what_is_supervised(rows_of: RowsOf, chat: Chat, byte_tokenizer: Any) -> None:
+    text = describe_sample(rows_of(chat("u" * 300, "yes", "and", "no"), chat("a", "")), byte_tokenizer)
+    assert "[[yes<|end|>]]" in text
+    assert "[[no<|end|>]]" in text
+    assert "u" * 100 not in text
+    assert "empty_answer 1" in text

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+
+from eagle3lab.config.errors import UserError
+from eagle3lab.verifier.layer_ids import check_aux_layer_ids, default_aux_layer_ids
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "ids"),
+    [(7, (2, 3, 4)), (30, (2, 15, 27)), (32, (2, 16, 29)), (36, (2, 18, 33)), (61, (2, 30, 58))],
+)
+def test_defaults(num_layers: int, ids: tuple[int, ...]) -> None:
+    assert default_aux_layer_ids(num_layers) == ids
+    assert check_aux_layer_ids(ids, num_layers) == ids
+
+
+@pytest.mark.parametrize(("num_layers", "proposed"), [(4, "[1, 2, 3]"), (5, "[1, 2, 4]"), (6, "[1, 3, 5]")])
+def test_collapsed_defaults_propose_ids_that_are_valid(num_layers: int, proposed: str) -> None:
+    with pytest.raises(UserError) as error:
+        default_aux_layer_ids(num_layers)
+    fix = error.value.problems[0].fix
+    assert fix == f"model.aux_layer_ids={proposed}"
+    ids = [int(i) for i in proposed.strip("[]").split(",")]
+    assert check_aux_layer_ids(ids, num_layers) == tuple(ids)
+
+
+def test_a_single_layer_has_no_ids_to_propose() -> None:
+    with pytest.raises(UserError, match="at least 2 layers"):
+        default_aux_layer_ids(1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "says", "proposes"),
+    [
+        ([5, 2, 4], "strictly increasing", "[2, 4, 5]"),
+        ([2, 2, 4], "strictly increasing", "[2, 4]"),
+        ([0, 2, 4], "embedding", "[2, 4, 5]"),
+        ([2, 4, 8], "at most 7", "[2, 4, 5]"),
+        ([], "at least one", "[2, 4, 5]"),
+        ([2, True], "whole numbers", "[2, 4, 5]"),
+    ],
+)
+def test_wrong_ids_are_refused_with_ids_to_use(ids: list[int], says: str, proposes: str) -> None:
+    with pytest.raises(UserError) as error:
+        check_aux_layer_ids(ids, 8)
+    assert says in str(error.value)
+    assert f"model.aux_layer_ids={proposes}" in str(error.value)
+
+
+def test_all_mistakes_come_together_and_name_the_setting_they_came_from() -> None:
+    with pytest.raises(UserError) as error:
+        check_aux_layer_ids([9, 0], 8, override="draft.aux_layer_ids")
+    assert len(error.value.problems) == 3
+    assert "draft.aux_layer_ids=" in str(error.value)
