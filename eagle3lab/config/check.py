@@ -152,6 +152,9 @@ def _hardware(hardware: HardwareConfig) -> Iterator[Problem]:
             "hardware.attention=auto",
         )
 
+    if hardware.attention is Attention.flex and not hardware.compile:
+        yield Problem("flex attention holds every score unless it is compiled", fix="hardware.compile=true")
+
 
 def _noise(noise: NoiseConfig) -> Iterator[Problem]:
     if not (math.isfinite(noise.scale) and noise.scale >= 0):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.store.files import write_text
 
 CONFIG = "config.yaml"
 PROVENANCE = "provenance.json"
@@ -47,24 +47,8 @@ def claim(run_dir: Path, *, resume: bool) -> None:
         ) from None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all: temporary name, fsync, rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """`write_text` of sorted, indented JSON. NaN and infinity are refused: they are no JSON."""
+    """Sorted, indented JSON. NaN and infinity are refused: they are no JSON."""
     write_text(path, json.dumps(content, indent=2, sort_keys=True, allow_nan=False, default=str) + "\n")
 
 

@@ -21,7 +21,8 @@ def problems_of(entry: str, *overrides: str) -> list[str]:
         with initialize_config_dir(str(compose.config_directory()), version_base="1.3"):
             cfg = hydra_compose(entry, overrides=list(overrides))
     except Exception as error:
-        assert compose.is_composition_error(error), error
+        if not compose.is_composition_error(error):
+            raise
         return [str(p) for p in compose.explain(error, entry, overrides, CHECKS[entry]).problems]
     typed, problems = compose.to_typed(cfg, compose.ROOTS[entry])
     return [str(p) for p in [*problems, *(CHECKS[entry](typed) if typed is not None else [])]]

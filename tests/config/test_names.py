@@ -36,7 +36,7 @@ def test_every_override_that_changes_the_result_is_in_the_name() -> None:
 @given(st.text(min_size=1, max_size=300))
 def test_a_name_is_always_one_safe_path_component(text: str) -> None:
     name = safe_name(text)
-    assert re.fullmatch(r"[\w.+-]{1,%d}" % MAX_LENGTH, name)
+    assert re.fullmatch(rf"[\w.+-]{{1,{MAX_LENGTH}}}", name)
     assert name not in (".", "..")
 
 

@@ -1,0 +1,81 @@
+"""The interface every way of running a verifier has, and the check of what comes back from one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eagle3lab.config.errors import IntegrityError, Problem
+
+
+@dataclass(frozen=True)
+class States:
+    """The hidden states of one row, together with the token ids they belong to.
+
+    `last` is the residual stream after the last decoder layer, before the final norm.
+    """
+
+    token_ids: Tensor  # shape: [T], int64
+    aux: Tensor  # shape: [T, n_aux * hidden_size], in the order of the layer ids asked for
+    last: Tensor  # shape: [T, hidden_size]
+
+
+class Engine(Protocol):
+    """One loaded verifier."""
+
+    name: str
+
+    def versions(self) -> dict[str, str]:
+        """What ran the verifier: library versions, dtype, attention kernel. Goes into the manifest."""
+        ...
+
+    def capture(self, rows: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> list[States]:
+        """Hidden states of every row from one forward pass; layer id k = output of decoder layer k from 1."""
+        ...
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+        """Greedy continuation; ends after an end-of-sequence id, which is included."""
+        ...
+
+    def close(self) -> None:
+        """Free the verifier's memory."""
+        ...
+
+
+def check_states(states: States, row: Sequence[int], num_aux: int, hidden_size: int) -> None:
+    """Hold a backend's answer against the request: token ids, number of rows, slots, finite, non-zero.
+
+    Raises:
+        IntegrityError: naming the first thing that differs.
+    """
+    num_tokens = len(row)
+    if states.token_ids.tolist() != list(row):
+        raise _broken(
+            "the engine returned states of other token ids",
+            tuple(states.token_ids.shape),
+            f"{num_tokens} ids",
+        )
+    for name, tensor, width in (
+        ("aux", states.aux, num_aux * hidden_size),
+        ("last", states.last, hidden_size),
+    ):
+        if tuple(tensor.shape) != (num_tokens, width):
+            raise _broken(f"the engine returned {name} states of another shape", tuple(tensor.shape),
+                          f"({num_tokens}, {width}): {width // hidden_size} layers")  # fmt: skip
+        if not torch.isfinite(tensor).all():
+            count = int((~torch.isfinite(tensor)).sum())
+            raise _broken(
+                f"the engine returned {name} states with NaN or Inf", f"{count} elements", "finite values"
+            )
+        if not tensor.any():
+            raise _broken(
+                f"the engine returned {name} states that are all zero", None, "the verifier's states"
+            )
+
+
+def _broken(what: str, value: object, expected: str) -> IntegrityError:
+    return IntegrityError(Problem(what, value, expected, "another backend, e.g. extract.backend=hf"))

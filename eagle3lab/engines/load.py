@@ -1,0 +1,95 @@
+"""Loading a Hugging Face causal language model from a local directory, with nothing left at random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from eagle3lab.config.errors import IntegrityError, Problem, UserError
+
+
+def load_causal_lm(
+    path: Path, *, num_layers: int, dtype: torch.dtype, device: str, trust_remote_code: bool = False
+) -> Any:
+    """The model in `path`, in evaluation mode, without gradients, on `device`.
+
+    Raises:
+        UserError: the directory cannot be loaded, or the device has no room for it.
+        IntegrityError: weights are missing or of another shape (transformers would draw them at random).
+    """
+    with _quiet_transformers():
+        try:
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                path,
+                local_files_only=True,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(
+                Problem(
+                    f"the verifier could not be loaded by transformers ({_first_line(error)})",
+                    str(path),
+                    "a directory with config.json and *.safetensors of a causal language model",
+                    "model.path=DIRECTORY (model.trust_remote_code=true where the model brings its own code)",
+                )
+            ) from error
+    wrong = sorted(str(key) for key in (*loaded["missing_keys"], *loaded["mismatched_keys"]))
+    if wrong:
+        raise IntegrityError(
+            Problem(
+                f"the verifier's checkpoint lacks {len(wrong)} weights or has them in another shape",
+                wrong[:3],
+                "every weight of the architecture in config.json",
+                "model.path=DIRECTORY of a complete checkpoint",
+            )
+        )
+    find_layers(model, num_layers)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def find_layers(model: Any, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:
+    """The inner model without its head, and its decoder layers.
+
+    Wrappers (vision-language models, nested `language_model`) are walked until a module is found that
+    holds `layers` of the length that config.json states.
+    """
+    candidates = [model.get_decoder(), *model.modules()]
+    for module in candidates:
+        layers = getattr(module, "layers", None)
+        if isinstance(layers, nn.ModuleList) and len(layers) == num_layers and hasattr(module, "norm"):
+            return module, layers
+    raise UserError(
+        Problem(
+            f"no list of {num_layers} decoder layers with a final norm in {type(model).__name__}",
+            None,
+            "an architecture with `layers` and `norm`, as Llama, Qwen, Mistral, DeepSeek and gpt-oss have",
+            "another verifier",
+        )
+    )
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without the progress bar and the notes that from_pretrained writes into a log."""
+    verbosity, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bar:
+            transformers_logging.enable_progress_bar()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,1 @@
+"""Acceptance by real speculative decoding; statistics and comparison."""

@@ -1,0 +1,1 @@
+"""Conversations to a hidden-state store: rows, engine, alignment self-test, shards."""

@@ -1,0 +1,138 @@
+"""The alignment self-test: proof, before work is spent, that states fit layers, tokens and verifier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from eagle3lab.config.errors import IntegrityError, Problem
+from eagle3lab.engines.base import Engine, States, check_states
+from eagle3lab.extract.alignment import SelfTestReport, Tolerance, measure, tolerance_for
+from eagle3lab.extract.diagnose import diagnose
+from eagle3lab.extract.reference import Reference, reference_forward
+from eagle3lab.store.reader import StoreReader
+from eagle3lab.verifier.facts import VerifierFacts
+from eagle3lab.verifier.weights import EdgeWeights, load_edge_weights
+
+MAX_TOKENS = 512  # of one sampled row; a causal state does not depend on what follows
+STORE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def sample_indices(lengths: Sequence[int], num_rows: int) -> list[int]:
+    """`num_rows` rows spread evenly over the lengths, the shortest (of two tokens or more) to the longest."""
+    order = sorted((i for i, n in enumerate(lengths) if n > 1), key=lambda i: (lengths[i], i))
+    order = order or list(range(len(lengths)))
+    last = len(order) - 1
+    picks = [order[round(j * last / max(1, num_rows - 1))] for j in range(min(num_rows, len(order)))]
+    return list(dict.fromkeys(picks))
+
+
+def self_test_engine(
+    engine: Engine,
+    references: Sequence[Reference],
+    layer_ids: Sequence[int],
+    facts: VerifierFacts,
+    edge: EdgeWeights,
+    *,
+    compute_dtype: torch.dtype,
+    store_dtype: torch.dtype,
+) -> SelfTestReport:
+    """Capture the references' rows as one batch and hold the states, as they would be stored, against them.
+
+    Raises:
+        IntegrityError: with the measured errors and the suspect.
+    """
+    rows = [list(reference.token_ids) for reference in references]
+    samples = []
+    for states, row in zip(engine.capture(rows, layer_ids), rows, strict=True):
+        check_states(states, row, len(layer_ids), facts.hidden_size)
+        samples.append(States(states.token_ids, states.aux.to(store_dtype), states.last.to(store_dtype)))
+    return check_alignment(
+        samples,
+        references,
+        layer_ids,
+        facts,
+        edge,
+        tolerance_for(compute_dtype, store_dtype),
+        where=f"engine {engine.name!r}",
+        fix="extract.backend=hf, or another version of the engine; nothing was written",
+    )
+
+
+def self_test_store(
+    reader: StoreReader,
+    path: Path,
+    facts: VerifierFacts,
+    *,
+    num_rows: int = 2,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> SelfTestReport:
+    """Hold sampled rows of a store against a fresh forward of the verifier in `path`.
+
+    Args:
+        dtype: of the reference forward; the bounds follow the coarser of it, the store's engine and storage.
+    Raises:
+        IntegrityError: with the measured errors and the suspect.
+    """
+    manifest = reader.manifest
+    samples = []
+    for i in sample_indices([row.length for row in reader.rows], num_rows):
+        row = reader.read(i)
+        samples.append(
+            States(
+                row["input_ids"][:MAX_TOKENS].long(),
+                row["aux_hidden_states"][:MAX_TOKENS],
+                row["verifier_last_hidden_states"][:MAX_TOKENS],
+            )
+        )
+    references = reference_forward(
+        path,
+        facts,
+        [states.token_ids.tolist() for states in samples],
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    engine_dtype = STORE_DTYPES.get(manifest.engine.get("dtype", "float32"), torch.bfloat16)
+    compute = torch.float32 if dtype == engine_dtype == torch.float32 else torch.bfloat16
+    return check_alignment(
+        samples,
+        references,
+        manifest.layer_ids,
+        facts,
+        load_edge_weights(facts, parts=("head", "norm")),
+        tolerance_for(compute, STORE_DTYPES[manifest.dtype]),
+        where=f"store {reader.path}",
+        fix=f"model.path=DIRECTORY of the checkpoint that wrote it ({manifest.verifier.name}), or write "
+        "another store: python extract.py store=NEW_DIRECTORY",
+    )
+
+
+def check_alignment(
+    samples: Sequence[States],
+    references: Sequence[Reference],
+    layer_ids: Sequence[int],
+    facts: VerifierFacts,
+    edge: EdgeWeights,
+    tolerance: Tolerance,
+    *,
+    where: str,
+    fix: str,
+) -> SelfTestReport:
+    """Measure, and on a figure out of bounds raise `IntegrityError` that names the suspect."""
+    report = measure(samples, references, layer_ids, facts, edge, tolerance)
+    if report.passed:
+        return report
+    raise IntegrityError(
+        Problem(
+            f"alignment self-test failed for {where}: {diagnose(samples, references, layer_ids, report)}",
+            str(report),
+            f"argmax agreement >= {tolerance.argmax_agreement}, KL <= {tolerance.kl}, logits <= "
+            f"{tolerance.logit_error}, states <= {tolerance.state_error}",
+            fix,
+        )
+    )

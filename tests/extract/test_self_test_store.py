@@ -1,0 +1,108 @@
+"""The self-test at train start: a store on disk against the verifier it names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from eagle3lab.config.errors import IntegrityError
+from eagle3lab.engines.hf import HuggingFaceEngine
+from eagle3lab.extract.self_test import self_test_store
+from eagle3lab.store.identity import row_id_of
+from eagle3lab.store.manifest import Manifest, VerifierIdentity
+from eagle3lab.store.reader import StoreReader
+from eagle3lab.store.writer import StoreWriter
+from eagle3lab.verifier.facts import read_facts, weight_fingerprint
+
+IDS = (2, 3, 4)
+GENERATOR = torch.Generator().manual_seed(7)
+ROWS = [torch.randint(2, 96, (n,), generator=GENERATOR).tolist() for n in (23, 44, 12, 31)]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def plan_row(ids):
+    mask = [0, *[1] * (len(ids) - 1)]
+    return SimpleNamespace(
+        row_id=row_id_of(ids, mask), conversation_id=str(sum(ids)), split="train", source="test:1",
+        input_ids=tuple(ids), loss_mask=tuple(mask),
+    )  # fmt: skip
+
+
+def write_store(path, model, *, dtype="bfloat16", engine_model=None, layer_ids=IDS, change=None, ids_of=None):
+    """A store that claims to be of `model`, with a fault planted between the engine and the writer."""
+    facts = read_facts(model)
+    identity = VerifierIdentity(
+        facts.architecture, facts.config_hash, weight_fingerprint(model), facts.hidden_size, facts.num_layers,
+        facts.vocab_size, "planted",
+    )  # fmt: skip
+    engine = HuggingFaceEngine(engine_model or model, facts)
+    rows = [plan_row(ids_of(row) if ids_of else row) for row in ROWS]
+    manifest = Manifest(
+        verifier=identity, tokenizer_hash="t", template_hash="t", template_args_hash="t", layer_ids=IDS,
+        dtype=dtype, engine={"name": "hf", **engine.versions()},
+    )  # fmt: skip
+    with StoreWriter(path, manifest, rows, 64) as writer:
+        states = dict(zip([row.row_id for row in rows], engine.capture(ROWS, layer_ids), strict=True))
+        for number, shard in writer.pending():
+            cast = []
+            for row in shard:
+                s = change(states[row.row_id], engine) if change else states[row.row_id]
+                ids = torch.tensor(row.input_ids)
+                cast.append((row, s.aux.to(DTYPES[dtype]), s.last.to(DTYPES[dtype]), ids))
+            writer.write_shard(number, cast)
+        writer.finish()
+    return StoreReader(path)
+
+
+def swapped(states, _engine):
+    first, second, third = states.aux.split(64, dim=-1)
+    return replace(states, aux=torch.cat([second, first, third], dim=-1))
+
+
+def normed(states, engine):
+    with torch.no_grad():
+        return replace(states, last=engine._inner.norm(states.last))
+
+
+def message_of(reader, model):
+    with pytest.raises(IntegrityError) as caught:
+        self_test_store(reader, model, read_facts(model), num_rows=3)
+    text = str(caught.value)
+    assert f"failed for store {reader.path}" in text
+    assert "try: model.path=DIRECTORY of the checkpoint that wrote it (planted)" in text
+    return text
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_right_store_passes(llama, tmp_path, dtype):
+    reader = write_store(tmp_path / "store", llama, dtype=dtype)
+    report = self_test_store(reader, llama, read_facts(llama), num_rows=3)
+    assert report.passed
+    assert report.rows == 3
+    assert report.tolerance.name == ("fp32" if dtype == "float32" else "fp32 compute, bf16 storage")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("fault", "suspect"),
+    [
+        ({"layer_ids": (3, 4, 5)}, "every aux slot is +1 layer off"),
+        ({"change": swapped}, "aux slots are swapped: slot 0 (id 2) holds layer 3"),
+        ({"change": normed}, "the last state is post-norm"),
+        ({"ids_of": lambda row: [*row[1:], row[0]]}, "the states at position i belong to token i-1"),
+        ({"ids_of": lambda row: [row[-1], *row[:-1]]}, "the states at position i belong to token i+1"),
+    ],
+    ids=["aux_plus_1", "swapped", "post_norm", "ids_plus_1", "ids_minus_1"],
+)
+def test_a_planted_fault_is_named(llama, tmp_path, fault, suspect, dtype):
+    reader = write_store(tmp_path / "store", llama, dtype=dtype, **fault)
+    assert suspect in message_of(reader, llama)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_states_of_another_checkpoint_are_named(llama, make_model, tmp_path, dtype):
+    reader = write_store(tmp_path / "store", llama, dtype=dtype, engine_model=make_model(seed=1))
+    assert "another checkpoint of the same shape" in message_of(reader, llama)
