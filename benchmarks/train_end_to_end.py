@@ -114,13 +114,11 @@ def main() -> None:
     for k in arguments.ttt_steps:
         before, gib = bare_loop(verifier, k, 20)
         print(f"bare loop K={k}: {before:,.0f} tokens/s, {gib:.1f} GiB", flush=True)
-        torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
         summary = train(verifier, store, arguments.work / f"run-k{k}", k, arguments.updates)
         after, _ = bare_loop(verifier, k, 20)
         print(f"bare loop K={k} again: {after:,.0f} tokens/s", flush=True)
-        torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
         bare, speed = max(before, after), summary["tokens_per_second"]

@@ -343,6 +343,13 @@ def _open_store(cfg: TrainRoot, invocation: Invocation) -> StoreReader:
     return StoreReader(path, extract_command=f"{command.strip()}{suffix}")
 
 
+def _plain(cfg: TrainRoot) -> dict[str, Any]:
+    """The configuration as nested plain data, enums by name."""
+    content = OmegaConf.to_container(OmegaConf.structured(cfg), enum_to_str=True)
+    assert isinstance(content, dict)
+    return {str(key): value for key, value in content.items()}
+
+
 def _wait_for(done: Callable[[], bool], seconds: float, what: str) -> None:
     deadline = time.monotonic() + seconds
     while not done():

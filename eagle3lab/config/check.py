@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from .errors import Problem
 from .schema import (
@@ -250,4 +251,8 @@ def _budget(train: TrainerConfig, hardware: HardwareConfig) -> Iterator[Problem]
             )
 
 
-CHECKS = {"train": check_train, "extract": check_extract, "evaluate": check_evaluate}
+CHECKS: dict[str, Callable[[Any], list[Problem]]] = {
+    "train": check_train,
+    "extract": check_extract,
+    "evaluate": check_evaluate,
+}

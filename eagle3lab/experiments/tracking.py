@@ -6,6 +6,7 @@ The CSV beside it is written by the training room and never depends on this file
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class WandbTracker:
         import wandb
 
         run_id_file = run_dir / RUN_ID
-        run_id = run_id_file.read_text().strip() if run_id_file.is_file() else wandb.util.generate_id()
+        run_id = run_id_file.read_text().strip() if run_id_file.is_file() else secrets.token_hex(4)
         try:
             self._run = wandb.init(
                 mode=settings.mode.value,

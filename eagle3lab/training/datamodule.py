@@ -15,7 +15,7 @@ from eagle3lab.data.dataset import Eagle3SampleFileDataset
 from eagle3lab.data.packing import PackBatchSampler
 from eagle3lab.store.reader import StoreReader
 
-from .loader import PlannedBatches, TimedLoader
+from .loader import HOST_KEYS, PlannedBatches, TimedLoader
 from .run_plan import RunPlan
 
 PREFETCHED_PACKS = 2  # per worker; a pack of 8192 tokens at hidden 4096 takes 268 MB
@@ -105,13 +105,15 @@ class Eagle3DataModule(LightningDataModule):
     def _loader(self, data: Eagle3SampleFileDataset, batches: Any, *, keep_workers: bool) -> TimedLoader:
         workers = self.num_workers
         assert self.trainer is not None
-        on_cuda = self.trainer.strategy.root_device.type == "cuda"
+        device = self.trainer.strategy.root_device
         return TimedLoader(
             data,
+            device=device,
+            host_keys=HOST_KEYS,
             batch_sampler=batches,
             collate_fn=create_collate_fn(self.seq_len),
             num_workers=workers,
-            pin_memory=on_cuda,
+            pin_memory=device.type == "cuda",
             persistent_workers=keep_workers and workers > 0,
             prefetch_factor=PREFETCHED_PACKS if workers else None,
         )

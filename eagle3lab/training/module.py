@@ -18,14 +18,12 @@ from eagle3lab.draft.vocabulary import DraftVocabulary
 from eagle3lab.verifier.weights import EdgeWeights
 
 from . import checkpoint_state
+from .loader import HOST_KEYS
 from .metrics import Sums, train_widths, validation_widths
 from .noise_seed import pack_seed
 from .optim import build_learning_rate, build_optimizer, set_learning_rate
 from .run_plan import PlannedUpdate, RunPlan
 from .validation import verifier_argmax
-
-# read on the host: on the device, every step would wait for it
-HOST_KEYS = ("row_index", "lengths")
 
 
 class Eagle3Module(LightningModule):
