@@ -21,61 +21,90 @@ from synthetic import LAYER_IDS, QWEN3_8B, make_rows, make_store, make_verifier
 
 from eagle3lab.config.plan import flops_per_token
 from eagle3lab.config.schema import DraftConfig
+from eagle3lab.data.collate import create_collate_fn
+from eagle3lab.data.dataset import Eagle3SampleFileDataset
+from eagle3lab.data.packing import PackBatchSampler
 from eagle3lab.draft.speculators_model import build_draft
 from eagle3lab.draft.vocabulary import DraftVocabulary
+from eagle3lab.store.reader import StoreReader
+from eagle3lab.training.loader import PackLoader
 from eagle3lab.verifier.facts import read_facts
 from eagle3lab.verifier.weights import load_edge_weights
 
 SEQ_LEN, DOCUMENT = 8192, 1024
 
 
-def bare_loop(verifier: Path, ttt_steps: int, updates: int) -> tuple[float, float]:
-    """Tokens/s (median step) and peak GiB of speculators' own compiled forward, loss and AdamW on ready batches."""
-    import speculators.losses.fused as fused
+class BareLoop:
+    """speculators' own compiled forward, its loss and AdamW on ready batches; compiled once, timed twice."""
 
-    # traced inside the compiled forward, the fused loss fails in dynamo
-    fused.fused_kl_div_loss = torch.compiler.disable(fused.fused_kl_div_loss)
-    facts = read_facts(verifier)
-    vocabulary = DraftVocabulary.from_ids(range(32000), facts.vocab_size)
-    draft = build_draft(
-        DraftConfig(name="eagle3", ttt_steps=ttt_steps), facts, load_edge_weights(facts), vocabulary, LAYER_IDS,
-        attention="flex", seed=0,
-    ).to("cuda")  # fmt: skip
-    draft.train()
-    trainable = [p for p in draft.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=1e-4, fused=True)
-    loss_config = resolve_loss_config("kl_div", "fused")
-    hidden, place = facts.hidden_size, torch.arange(SEQ_LEN, device="cuda")
-    batches = [
-        {
-            "hidden_states": torch.randn(
-                1, SEQ_LEN, len(LAYER_IDS) * hidden, device="cuda", dtype=torch.bfloat16
-            ),
-            "verifier_last_hidden_states": torch.randn(
-                1, SEQ_LEN, hidden, device="cuda", dtype=torch.bfloat16
-            ),
-            "input_ids": torch.randint(10, facts.vocab_size, (1, SEQ_LEN), device="cuda"),
+    def __init__(self, verifier: Path, ttt_steps: int) -> None:
+        import speculators.losses.fused as fused
+
+        # traced inside the compiled forward, the fused loss fails in dynamo
+        fused.fused_kl_div_loss = torch.compiler.disable(fused.fused_kl_div_loss)
+        facts = read_facts(verifier)
+        vocabulary = DraftVocabulary.from_ids(range(32000), facts.vocab_size)
+        config = DraftConfig(name="eagle3", ttt_steps=ttt_steps)
+        edge = load_edge_weights(facts)
+        self.draft = build_draft(config, facts, edge, vocabulary, LAYER_IDS, attention="flex", seed=0)
+        self.draft = self.draft.to("cuda").train()
+        self.ttt_steps = ttt_steps
+        self.trainable = [p for p in self.draft.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trainable, lr=1e-4, fused=True)
+        self.loss_config = resolve_loss_config("kl_div", "fused")
+        self.batches = [self._batch(facts.hidden_size, facts.vocab_size) for _ in range(2)]
+
+    def _batch(self, hidden: int, vocab_size: int) -> dict[str, torch.Tensor]:
+        place = torch.arange(SEQ_LEN, device="cuda")
+        states = {"device": "cuda", "dtype": torch.bfloat16}
+        return {
+            "hidden_states": torch.randn(1, SEQ_LEN, len(LAYER_IDS) * hidden, **states),
+            "verifier_last_hidden_states": torch.randn(1, SEQ_LEN, hidden, **states),
+            "input_ids": torch.randint(10, vocab_size, (1, SEQ_LEN), device="cuda"),
             "document_ids": (place // DOCUMENT)[None],
             "position_ids": (place % DOCUMENT + 1)[None],
             "loss_mask": (place % DOCUMENT >= DOCUMENT // 2)[None].long(),
         }
-        for _ in range(2)
-    ]
-    seconds = []
-    for i in range(updates):
-        if i == 3:
-            torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+
+    def _step(self, batch: dict[str, torch.Tensor]) -> None:
         with torch.autocast("cuda", torch.bfloat16):
-            _, loss, _ = draft(**batches[i % 2], ttt_steps=ttt_steps, loss_config=loss_config)
+            _, loss, _ = self.draft(**batch, ttt_steps=self.ttt_steps, loss_config=self.loss_config)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trainable, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return SEQ_LEN / statistics.median(seconds[3:]), torch.cuda.max_memory_allocated() / 2**30
+        torch.nn.utils.clip_grad_norm_(self.trainable, 0.5)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def tokens_per_second(self, updates: int) -> float:
+        """Of the median step, each waited for."""
+        seconds = []
+        for i in range(updates + 3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self._step(self.batches[i % 2])
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        return SEQ_LEN / statistics.median(seconds[3:])
+
+
+def loader_alone(store: Path, num_threads: int, packs: int) -> float:
+    """Tokens/s that the loader delivers to the GPU when nothing is trained."""
+    data = Eagle3SampleFileDataset(StoreReader(store), split="train", copy=False)
+    order = PackBatchSampler(data.lengths, SEQ_LEN).plan(0)
+    device = torch.device("cuda")
+    loader = PackLoader(
+        data,
+        (order * packs)[:packs],
+        create_collate_fn(SEQ_LEN, pin_memory=True),
+        num_threads=num_threads,
+        device=device,
+    )
+    start, seen = 0.0, 0
+    for i, _ in enumerate(loader):
+        if i == packs // 3:
+            torch.cuda.synchronize()
+            start, seen = time.perf_counter(), i
+    torch.cuda.synchronize()
+    return SEQ_LEN * (packs - 1 - seen) / (time.perf_counter() - start)
 
 
 def train(verifier: Path, store: Path, out: Path, ttt_steps: int, updates: int) -> dict[str, float]:
@@ -110,15 +139,20 @@ def main() -> None:
     tokens = make_store(store, verifier, rows, "cuda")
     print(f"store: {tokens:,} tokens in {time.perf_counter() - start:.1f} s", flush=True)
 
+    alone = {n: loader_alone(store, n, 60) for n in (2, 4, 6)}
+    print("loader alone, tokens/s by threads:", {n: round(speed) for n, speed in alone.items()}, flush=True)
     results, notes = [], []
     for k in arguments.ttt_steps:
-        before, gib = bare_loop(verifier, k, 20)
+        torch.cuda.reset_peak_memory_stats()
+        bare_loop = BareLoop(verifier, k)
+        before = bare_loop.tokens_per_second(12)
+        gib = torch.cuda.max_memory_allocated() / 2**30
         print(f"bare loop K={k}: {before:,.0f} tokens/s, {gib:.1f} GiB", flush=True)
-        gc.collect()
         torch.cuda.empty_cache()
         summary = train(verifier, store, arguments.work / f"run-k{k}", k, arguments.updates)
-        after, _ = bare_loop(verifier, k, 20)
+        after = bare_loop.tokens_per_second(12)
         print(f"bare loop K={k} again: {after:,.0f} tokens/s", flush=True)
+        del bare_loop
         gc.collect()
         torch.cuda.empty_cache()
         bare, speed = max(before, after), summary["tokens_per_second"]
@@ -142,7 +176,8 @@ def main() -> None:
             }
         )
         print(results[-1], flush=True)
-    write_results(arguments.out, results, notes={"runs": notes, "matmul_tflops": ceiling / 1e12})
+    all_notes = {"runs": notes, "matmul_tflops": ceiling / 1e12, "loader_alone_tok_s": alone}
+    write_results(arguments.out, results, notes=all_notes)
 
 
 if __name__ == "__main__":

@@ -218,7 +218,7 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
         seq_len=cfg.train.seq_len,
         seed=cfg.train.seed,
         aux_layer_ids=aux_layer_ids,
-        num_workers=hardware.num_loader_workers,
+        num_threads=hardware.num_loader_threads,
     )
     vocabulary = DraftVocabulary.from_counts(
         store.token_counts(), plan.size.vocab_size, always_keep=facts.eos_token_ids
@@ -390,10 +390,7 @@ def _tracked(
             cfg.logger.wandb,
             run_dir=run_dir,
             run_name=str(cfg.run_name),
-            config={
-                **OmegaConf.to_container(OmegaConf.structured(cfg), enum_to_str=True),
-                "provenance": provenance,
-            },
+            config={**_plain(cfg), "provenance": provenance},
             tags=[f"{group}:{option}" for group, option in invocation.groups().items()],
             group=str(invocation.sweep_dir.name) if invocation.sweep_dir else None,
         )

@@ -142,7 +142,7 @@ def _data(data: DataConfig) -> Iterator[Problem]:
 def _hardware(hardware: HardwareConfig) -> Iterator[Problem]:
     yield from _positive("hardware.num_devices", hardware.num_devices)
     yield from _positive("hardware.num_nodes", hardware.num_nodes)
-    yield from _positive("hardware.num_loader_workers", hardware.num_loader_workers, least=0)
+    yield from _positive("hardware.num_loader_threads", hardware.num_loader_threads, least=0)
     yield from _positive("hardware.num_threads", hardware.num_threads)
     yield from _within("hardware.assumed_mfu", hardware.assumed_mfu, 0, 1, open_low=True)
     if hardware.accelerator is Accelerator.cpu and hardware.attention is Attention.flex:

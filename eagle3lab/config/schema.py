@@ -181,7 +181,7 @@ class HardwareConfig:
     assumed_mfu: float = 0.4
     environment: dict[str, str] = field(default_factory=dict)  # interconnect variables, set before start
     engine: EngineConfig = field(default_factory=EngineConfig)
-    num_loader_workers: int = 0
+    num_loader_threads: int = 0  # readers of the store in each training process; 0: read when needed
     num_threads: int | None = None
 
 

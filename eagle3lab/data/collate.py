@@ -14,18 +14,19 @@ PADDING_DOCUMENT = -1
 _PER_ROW = ("lengths", "row_index")
 
 
-def create_collate_fn(max_len: int) -> Callable[[Sequence[Batch]], Batch]:
+def create_collate_fn(max_len: int, *, pin_memory: bool = False) -> Callable[[Sequence[Batch]], Batch]:
     """A picklable collate function that packs samples into one sequence of exactly `max_len`.
 
     Its result: input_ids, loss_mask, position_ids, document_ids [1, max_len] (document_ids: position in
     the pack, -1 on padding), hidden_states [1, max_len, n_aux * hidden], verifier_last_hidden_states
     [1, max_len, hidden], lengths [n], row_index [n]. It raises ValueError for samples that do not fit
-    or differ in width or dtype: nothing is ever cut.
+    or differ in width or dtype: nothing is ever cut. `pin_memory`: the tensors of max_len lie in page-locked
+    memory, from where a GPU copies without waiting.
     """
-    return partial(collate_rows, max_len=max_len)
+    return partial(collate_rows, max_len=max_len, pin_memory=pin_memory)
 
 
-def collate_rows(samples: Sequence[Batch], max_len: int) -> Batch:
+def collate_rows(samples: Sequence[Batch], max_len: int, pin_memory: bool = False) -> Batch:
     """See `create_collate_fn`."""
     if not samples:
         raise ValueError("a pack needs at least one row")
@@ -36,17 +37,19 @@ def collate_rows(samples: Sequence[Batch], max_len: int) -> Batch:
     batch: Batch = {}
     for name in samples[0]:
         parts = [sample[name] for sample in samples]
-        batch[name] = torch.cat(parts) if name in _PER_ROW else _pack(name, parts, lengths, max_len)
-    document_ids = torch.full((max_len,), PADDING_DOCUMENT, dtype=torch.long)
+        batch[name] = (
+            torch.cat(parts) if name in _PER_ROW else _pack(name, parts, lengths, max_len, pin_memory)
+        )
+    document_ids = torch.full((max_len,), PADDING_DOCUMENT, dtype=torch.long, pin_memory=pin_memory)
     document_ids[:total] = torch.repeat_interleave(torch.arange(len(samples)), lengths)
     batch["document_ids"] = document_ids.unsqueeze(0)  # shape: [1, max_len]
     return batch
 
 
-def _pack(name: str, parts: Sequence[Tensor], lengths: Tensor, max_len: int) -> Tensor:
-    """Copy the parts one after the other into zeros: [1, max_len, ...]."""
+def _pack(name: str, parts: Sequence[Tensor], lengths: Tensor, max_len: int, pin_memory: bool) -> Tensor:
+    """Copy the parts one after the other, then zeros: [1, max_len, ...]."""
     first = parts[0]
-    packed = first.new_zeros((max_len, *first.shape[1:]))
+    packed = torch.empty((max_len, *first.shape[1:]), dtype=first.dtype, pin_memory=pin_memory)
     start = 0
     for part, length in zip(parts, lengths.tolist(), strict=True):
         if part.shape[1:] != first.shape[1:] or part.dtype != first.dtype or part.shape[0] != length:
@@ -56,4 +59,5 @@ def _pack(name: str, parts: Sequence[Tensor], lengths: Tensor, max_len: int) -> 
             )
         packed[start : start + length] = part
         start += length
+    packed[start:] = 0
     return packed.unsqueeze(0)

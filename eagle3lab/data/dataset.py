@@ -37,8 +37,11 @@ class _Source(Protocol):
 class _StoreRows:
     """The rows of one split of a store, with a subset of its aux layers."""
 
-    def __init__(self, reader: StoreReader, split: str | None, aux_layer_ids: Sequence[int] | None) -> None:
+    def __init__(
+        self, reader: StoreReader, split: str | None, aux_layer_ids: Sequence[int] | None, copy: bool
+    ) -> None:
         self.reader = reader
+        self.copy = copy
         self.indices = reader.indices(split) if split else list(range(len(reader)))
         self.lengths = [reader.rows[i].length for i in self.indices]
         self.columns: list[int] | None = None
@@ -47,7 +50,7 @@ class _StoreRows:
             self.columns = [reader.manifest.layer_ids.index(k) for k in aux_layer_ids]
 
     def read(self, i: int) -> dict[str, Tensor]:
-        data = self.reader.read(self.indices[i], self.columns)
+        data = self.reader.read(self.indices[i], self.columns, copy=self.copy)
         return {
             "input_ids": data[INPUT_IDS],
             "loss_mask": data[LOSS_MASK],
@@ -73,7 +76,8 @@ class Eagle3SampleFileDataset(Dataset[Batch]):
 
     split: "train" or "validation" of a store (default: both). max_len: rows longer than this after the
     shift are an error; nothing is cut. aux_layer_ids: the store's layers to read (default: all).
-    transform: applied before the shift. hidden_states_dtype: default as stored.
+    transform: applied before the shift. copy=False: states may lie in the store's mapped files, for a collate
+    function that copies them. hidden_states_dtype: default as stored.
 
     `datapath=` and `file_list=` are the names of speculators 0.3/0.4 for a directory and a list; with
     them hidden_states_dtype defaults to float32, as it did there.
@@ -89,6 +93,7 @@ class Eagle3SampleFileDataset(Dataset[Batch]):
         transform: TransformTensors | None = None,
         hidden_states_dtype: torch.dtype | None = None,
         standardize_fn: StandardizeFn = standardize_data_v1,
+        copy: bool = True,
         datapath: AnyPath | None = None,
         file_list: Sequence[AnyPath] | None = None,
     ) -> None:
@@ -100,7 +105,7 @@ class Eagle3SampleFileDataset(Dataset[Batch]):
         self.transform = transform
         self.max_len = max_len
         self.hidden_states_dtype = hidden_states_dtype
-        self._source = _open_source(given[0], split, aux_layer_ids, standardize_fn)
+        self._source = _open_source(given[0], split, aux_layer_ids, standardize_fn, copy)
         self.lengths = [length - 1 for length in self._source.lengths]
         _check_lengths(self.lengths, max_len)
 
@@ -147,14 +152,18 @@ class Eagle3SampleFileDataset(Dataset[Batch]):
 
 
 def _open_source(
-    given: Any, split: str | None, aux_layer_ids: Sequence[int] | None, standardize_fn: StandardizeFn
+    given: Any,
+    split: str | None,
+    aux_layer_ids: Sequence[int] | None,
+    standardize_fn: StandardizeFn,
+    copy: bool,
 ) -> _Source:
     if isinstance(given, StoreReader):
-        return _StoreRows(given, split, aux_layer_ids)
+        return _StoreRows(given, split, aux_layer_ids, copy)
     if isinstance(given, str | PathLike):
         path = Path(given)
         if is_store(path) or not path.exists():
-            return _StoreRows(StoreReader(path), split, aux_layer_ids)
+            return _StoreRows(StoreReader(path), split, aux_layer_ids, copy)
         files = SampleFiles(path, standardize_fn)
     else:
         files = SampleFiles([Path(file) for file in given], standardize_fn)

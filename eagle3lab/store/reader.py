@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class StoreReader:
         self.path = Path(path)
         self._shards: OrderedDict[int, Any] = OrderedDict()
         self._process = os.getpid()
+        self._lock = Lock()
         command = extract_command or f"python extract.py store={self.path}"
         if not is_store(self.path):
             raise UserError(
@@ -93,15 +95,17 @@ class StoreReader:
         return len(self.rows)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_shards": OrderedDict()}
+        return {**self.__dict__, "_shards": OrderedDict(), "_lock": None, "_process": None}
 
     def indices(self, split: str) -> list[int]:
         """Positions in `rows` of one split, in store order."""
         return [i for i, row in enumerate(self.rows) if row.split == split]
 
-    def read(self, i: int, columns: Sequence[int] | None = None) -> dict[str, Tensor]:
-        """One row as it was written, copied out of the mapped shard.
+    def read(self, i: int, columns: Sequence[int] | None = None, *, copy: bool = True) -> dict[str, Tensor]:
+        """One row as it was written, copied out of the mapped shard. Safe to call from several threads.
 
+        `copy=False` may return states that lie in the mapped file: for a reader that copies them anyway, and
+        never writes to them.
         `columns` selects aux slots by their position in `manifest.layer_ids` (default: all). Returns
         input_ids [T] int64, loss_mask [T] uint8, aux_hidden_states [T, n * hidden] and
         verifier_last_hidden_states [T, hidden] in the store's dtype. Raises IntegrityError when the ids
@@ -115,11 +119,11 @@ class StoreReader:
         layer_ids = self.manifest.layer_ids
         stored_aux = shard.get_slice(AUX)
         if columns is None:
-            aux = stored_aux[tokens].clone()
+            aux = stored_aux[tokens]
         else:
             aux = torch.cat([stored_aux[tokens, c * hidden : (c + 1) * hidden] for c in columns], dim=1)
             layer_ids = tuple(layer_ids[c] for c in columns)
-        last = shard.get_slice(LAST)[tokens].clone()
+        last = shard.get_slice(LAST)[tokens]
         check_states(
             aux,
             last,
@@ -129,6 +133,8 @@ class StoreReader:
             dtype=DTYPES[self.manifest.dtype],
             where=self._where(i),
         )
+        if copy:  # a slice is a view into the whole mapped file, writable within this process
+            aux, last = aux.clone(), last.clone()
         return {INPUT_IDS: ids, LOSS_MASK: mask, AUX: aux, LAST: last}
 
     def read_mask(self, i: int) -> Tensor:
@@ -200,7 +206,6 @@ class StoreReader:
         record = self.rows[i]
         shard = self._open(record.shard)
         tokens = slice(record.offset, record.offset + record.length)
-        # cloned: a slice is a view into the whole mapped file, writable within this process
         ids = shard.get_slice(INPUT_IDS)[tokens].clone()
         mask = shard.get_slice(LOSS_MASK)[tokens].clone()
         if row_id_of(ids, mask) != record.row_id:
@@ -209,13 +214,14 @@ class StoreReader:
 
     def _open(self, number: int) -> Any:
         if self._process != os.getpid():
-            self._shards, self._process = OrderedDict(), os.getpid()
-        if number not in self._shards:
-            self._shards[number] = open_shard(self.path / shard_file(number))
-            if len(self._shards) > _OPEN_SHARDS:
-                self._shards.popitem(last=False)
-        self._shards.move_to_end(number)
-        return self._shards[number]
+            self._shards, self._process, self._lock = OrderedDict(), os.getpid(), Lock()
+        with self._lock:
+            if number not in self._shards:
+                self._shards[number] = open_shard(self.path / shard_file(number))
+                if len(self._shards) > _OPEN_SHARDS:
+                    self._shards.popitem(last=False)
+            self._shards.move_to_end(number)
+            return self._shards[number]
 
     def _where(self, i: int) -> str:
         record = self.rows[i]

@@ -15,10 +15,8 @@ from eagle3lab.data.dataset import Eagle3SampleFileDataset
 from eagle3lab.data.packing import PackBatchSampler
 from eagle3lab.store.reader import StoreReader
 
-from .loader import HOST_KEYS, PlannedBatches, TimedLoader
+from .loader import Batches, PackLoader, PlannedBatches
 from .run_plan import RunPlan
-
-PREFETCHED_PACKS = 2  # per worker; a pack of 8192 tokens at hidden 4096 takes 268 MB
 
 
 class Eagle3DataModule(LightningDataModule):
@@ -37,18 +35,20 @@ class Eagle3DataModule(LightningDataModule):
         seq_len: int,
         seed: int = 0,
         aux_layer_ids: Sequence[int] | None = None,
-        num_workers: int = 0,
+        num_threads: int = 0,
     ) -> None:
         super().__init__()
         self.seq_len = seq_len
         self.seed = seed
-        self.num_workers = num_workers
-        self.train_data = Eagle3SampleFileDataset(source, split="train", aux_layer_ids=aux_layer_ids)
+        self.num_threads = num_threads
+        self.train_data = Eagle3SampleFileDataset(
+            source, split="train", aux_layer_ids=aux_layer_ids, copy=False
+        )
         self.validation_data = Eagle3SampleFileDataset(
             source, split="validation", aux_layer_ids=aux_layer_ids
         )
         self._plan: RunPlan | None = None
-        self.train_loader: TimedLoader | None = None
+        self.train_loader: PackLoader | None = None
 
     def plan(self, train: TrainerConfig, *, num_replicas: int, micro_batches: int) -> RunPlan:
         """The updates of a run on `num_replicas` devices with `micro_batches` packs on each per update.
@@ -77,16 +77,16 @@ class Eagle3DataModule(LightningDataModule):
     def num_validation_rows(self) -> int:
         return len(self.validation_data)
 
-    def train_dataloader(self) -> TimedLoader:
+    def train_dataloader(self) -> PackLoader:
         """This rank's packs from the first update that is still to be made."""
         assert self._plan is not None
         assert self.trainer is not None
         start = self.trainer.lightning_module.num_updates
         batches = PlannedBatches(self._plan, self.trainer.global_rank, int(start))
-        self.train_loader = self._loader(self.train_data, batches, keep_workers=True)
+        self.train_loader = self._loader(self.train_data, batches)
         return self.train_loader
 
-    def val_dataloader(self) -> TimedLoader | list[Any]:
+    def val_dataloader(self) -> PackLoader | list[Any]:
         """Every validation row once, in fixed packs, over all ranks."""
         if self.num_validation_rows == 0:
             return []
@@ -100,20 +100,10 @@ class Eagle3DataModule(LightningDataModule):
             shuffle=False,
             drop_last=False,
         )
-        return self._loader(self.validation_data, batches, keep_workers=False)
+        return self._loader(self.validation_data, batches)
 
-    def _loader(self, data: Eagle3SampleFileDataset, batches: Any, *, keep_workers: bool) -> TimedLoader:
-        workers = self.num_workers
+    def _loader(self, data: Eagle3SampleFileDataset, batches: Batches) -> PackLoader:
         assert self.trainer is not None
         device = self.trainer.strategy.root_device
-        return TimedLoader(
-            data,
-            device=device,
-            host_keys=HOST_KEYS,
-            batch_sampler=batches,
-            collate_fn=create_collate_fn(self.seq_len),
-            num_workers=workers,
-            pin_memory=device.type == "cuda",
-            persistent_workers=keep_workers and workers > 0,
-            prefetch_factor=PREFETCHED_PACKS if workers else None,
-        )
+        collate = create_collate_fn(self.seq_len, pin_memory=device.type == "cuda")
+        return PackLoader(data, batches, collate, num_threads=self.num_threads, device=device)

@@ -199,12 +199,12 @@ def test_noise_depends_on_seed_epoch_and_rows_alone() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-def test_loader_workers_change_nothing(
+def test_loader_threads_change_nothing(
     tiny: ModuleType, store: StoreReader, tmp_path: Path, train_run: Any, noise: float
 ) -> None:
     train = TrainerConfig(seq_len=tiny.SEQ_LEN, max_updates=3)
     none, _ = train_run(store, tmp_path / "0", train, noise=noise)
-    two, _ = train_run(store, tmp_path / "2", train, noise=noise, workers=2)
+    two, _ = train_run(store, tmp_path / "2", train, noise=noise, threads=2)
     assert all(
         torch.equal(a, b)
         for a, b in zip(tiny.weights(none).values(), tiny.weights(two).values(), strict=True)

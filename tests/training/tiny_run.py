@@ -128,14 +128,14 @@ def build(
     *,
     devices: int = 1,
     noise: float = 0.0,
-    workers: int = 0,
+    threads: int = 0,
     optim: OptimConfig | None = None,
     scale: float = 4.0,
     step_decay: float = 0.8,
 ) -> tuple[Eagle3Module, Eagle3DataModule]:
     """A fresh module and data module: the same draft every time."""
     replicas = num_replicas(hardware(devices))
-    data = Eagle3DataModule(store, seq_len=train.seq_len, seed=train.seed, num_workers=workers)
+    data = Eagle3DataModule(store, seq_len=train.seq_len, seed=train.seed, num_threads=threads)
     plan = data.plan(train, num_replicas=replicas, micro_batches=micro_batches_per_update(train, replicas))
     edge = edge_weights()
     draft = build_draft(
