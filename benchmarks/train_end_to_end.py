@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/end_to_end_h200.json")
     parser.add_argument("--work", type=Path, default=Path("/tmp/eagle3lab-bench"))
     parser.add_argument("--updates", type=int, default=80)
-    parser.add_argument("--rows", type=int, default=176)
+    parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--ttt-steps", type=int, nargs="+", default=[3])
     arguments = parser.parse_args()
 
@@ -139,7 +139,7 @@ def main() -> None:
     tokens = make_store(store, verifier, rows, "cuda")
     print(f"store: {tokens:,} tokens in {time.perf_counter() - start:.1f} s", flush=True)
 
-    alone = {n: loader_alone(store, n, 60) for n in (2, 4, 6)}
+    alone = {n: loader_alone(store, n, 36) for n in (2, 6)}
     print("loader alone, tokens/s by threads:", {n: round(speed) for n, speed in alone.items()}, flush=True)
     results, notes = [], []
     for k in arguments.ttt_steps:
