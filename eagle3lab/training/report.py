@@ -1,20 +1,15 @@
-"""What a run says before its first update and after its last, and what each stage of the loop took."""
+"""What a run says before its first update and after its last."""
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from eagle3lab.config.plan import TrainPlan
 from eagle3lab.config.schema import NoiseKind, TrainRoot, VerifierSource
 
-from .run_dir import PROVENANCE, SUMMARY, read_json
-
-if TYPE_CHECKING:
-    from eagle3lab.training.run_plan import RunPlan
-    from eagle3lab.training.summary import TrainingSummary
+from .run_plan import RunPlan
+from .summary import TrainingSummary
 
 
 def start_lines(cfg: TrainRoot, plan: TrainPlan, updates: RunPlan, run_dir: Path, coverage: float) -> str:
@@ -79,33 +74,3 @@ def closing_lines(
         f"evaluate  python evaluate.py draft={run_dir / 'draft'} {model}",
     ]
     return "\n".join(lines)
-
-
-def changed_lines(old: str, new: str) -> list[str]:
-    """Lines that differ between two configurations, as `- old` and `+ new`."""
-    return [
-        line
-        for line in difflib.ndiff(old.splitlines(), new.splitlines())
-        if line.startswith(("- ", "+ ")) and not line.strip("+- ").startswith("resume:")
-    ]
-
-
-def stage_seconds(draft: Path, evaluate_seconds: float) -> list[tuple[str, float]]:
-    """Seconds of every stage behind an exported draft, as far as its files tell: fetch, extract, train, evaluate."""
-    stages: list[tuple[str, float]] = []
-    run_dir = draft.parent
-    if (run_dir / PROVENANCE).is_file():
-        log = Path(read_json(run_dir / PROVENANCE)["store"]["path"]) / "logs" / "extract.json"
-        if log.is_file():
-            runs = read_json(log)["runs"]
-            seconds = {
-                name: sum(run["seconds"].get(name, 0.0) for run in runs)
-                for run in runs
-                for name in run["seconds"]
-            }
-            stages.append(("fetch the verifier", seconds.pop("fetch", 0.0)))
-            stages.append(("extract", sum(seconds.values())))
-    if (run_dir / SUMMARY).is_file():
-        stages.append(("train", read_json(run_dir / SUMMARY)["seconds"]))
-    stages.append(("evaluate", evaluate_seconds))
-    return stages

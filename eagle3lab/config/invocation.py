@@ -1,0 +1,101 @@
+"""What Hydra knows about a job beside its configuration, and the paths and names that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from . import names
+from .schema import DataConfig, ModelConfig, TrainRoot
+from .stamp import run_stamp
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """What Hydra knows about this job and the typed configuration does not say."""
+
+    cwd: Path = field(default_factory=Path.cwd)
+    overrides: tuple[str, ...] = ()
+    choices: dict[str, str | None] = field(default_factory=dict)
+    sweep_dir: Path | None = None
+    job_num: int = 0
+
+    @classmethod
+    def current(cls) -> Invocation:
+        config = HydraConfig.get()
+        sweeping = config.mode is RunMode.MULTIRUN
+        cwd = Path(config.runtime.cwd)
+        return cls(
+            cwd=cwd,
+            overrides=tuple(config.overrides.task),
+            choices=dict(config.runtime.choices),
+            sweep_dir=cwd / config.sweep.dir if sweeping else None,
+            job_num=config.job.num if sweeping else 0,
+        )
+
+    def path(self, text: str) -> Path:
+        """A path of the configuration, taken from the directory of the call."""
+        return (self.cwd / Path(text).expanduser()).absolute()
+
+    def text(self, path: str | None) -> str | None:
+        """The same for a field: None stays None, and `asset:NAME` names a shipped file."""
+        return path if path is None or path.startswith("asset:") else str(self.path(path))
+
+    def groups(self) -> dict[str, str]:
+        order = (
+            "model",
+            "data",
+            "hardware",
+            "noise",
+            "draft",
+            "loss",
+            "optim",
+            "logger",
+            "prompts",
+            "experiment",
+        )
+        return {group: str(self.choices[group]) for group in order if self.choices.get(group)}
+
+
+def absolute_model(model: ModelConfig, invocation: Invocation) -> ModelConfig:
+    """`model` with its paths taken from the directory of the call."""
+    return dataclasses.replace(
+        model,
+        path=invocation.text(model.path),
+        tokenizer=invocation.text(model.tokenizer),
+        template=invocation.text(model.template),
+    )
+
+
+def absolute_data(data: DataConfig, invocation: Invocation) -> DataConfig:
+    """`data` with its paths taken from the directory of the call."""
+    return dataclasses.replace(data, paths=[str(invocation.text(path)) for path in data.paths])
+
+
+def default_store(model: ModelConfig, data: DataConfig, invocation: Invocation) -> Path:
+    """Where `extract.py` writes and `train.py` looks when `store` is not given."""
+    return invocation.path(names.store_name(model.name, data.name))
+
+
+def named(cfg: TrainRoot, invocation: Invocation) -> TrainRoot:
+    """Fill the default store, run name and run directory; every path becomes absolute."""
+    run_name = cfg.run_name or names.run_name(cfg, invocation.overrides)
+    if cfg.run_dir:
+        run_dir = invocation.path(cfg.run_dir)
+    elif invocation.sweep_dir is not None:
+        run_dir = invocation.sweep_dir / f"{invocation.job_num:02d}-{run_name}"
+    else:
+        run_dir = invocation.path(cfg.outputs) / run_name / run_stamp()
+    store = invocation.path(cfg.store) if cfg.store else default_store(cfg.model, cfg.data, invocation)
+    return dataclasses.replace(
+        cfg,
+        run_name=run_name,
+        run_dir=str(run_dir),
+        store=str(store),
+        data=absolute_data(cfg.data, invocation),
+        model=absolute_model(cfg.model, invocation),
+    )

@@ -1,0 +1,106 @@
+"""The beginning and the end of a run: its directory, its provenance, its tracker, its export."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from eagle3lab.config.invocation import Invocation
+from eagle3lab.config.schema import TrainRoot
+from eagle3lab.config.stamp import is_rank_zero
+from eagle3lab.draft.export import export_draft
+from eagle3lab.store.files import write_text
+from eagle3lab.store.manifest import Manifest
+
+from .plots import plot_curves
+from .provenance import collect
+from .run_dir import CONFIG, PROVENANCE, SUMMARY, claim, write_json
+from .tracking import WandbTracker, build_wandb
+
+if TYPE_CHECKING:
+    from eagle3lab.draft.speculators_model import Eagle3DraftModel
+
+
+def begin_run(cfg: TrainRoot, invocation: Invocation, run_dir: Path, manifest: Manifest) -> dict[str, Any]:
+    """Claim the run directory; write the resolved configuration and where everything came from."""
+    claim(run_dir, resume=cfg.resume)
+    provenance = collect(overrides=invocation.overrides, choices=invocation.choices)
+    provenance["store"] = {
+        "path": str(cfg.store),
+        "manifest_hash": hashlib.sha256(manifest.to_json().encode()).hexdigest(),
+    }
+    text = OmegaConf.to_yaml(OmegaConf.structured(cfg))
+    if cfg.resume:
+        for line in _changed_lines((run_dir / CONFIG).read_text(encoding="utf-8"), text):
+            print(f"resume: the stored configuration differs: {line}")
+    else:
+        write_text(run_dir / CONFIG, text)
+        write_json(run_dir / PROVENANCE, provenance)
+    return provenance
+
+
+def _changed_lines(old: str, new: str) -> list[str]:
+    """Lines that differ between two configurations, as `- old` and `+ new`."""
+    return [
+        line
+        for line in difflib.ndiff(old.splitlines(), new.splitlines())
+        if line.startswith(("- ", "+ ")) and not line.strip("+- ").startswith("resume:")
+    ]
+
+
+def _plain(cfg: TrainRoot) -> dict[str, Any]:
+    """The configuration as nested plain data, enums by name."""
+    content = OmegaConf.to_container(OmegaConf.structured(cfg), enum_to_str=True)
+    assert isinstance(content, dict)
+    return {str(key): value for key, value in content.items()}
+
+
+@contextmanager
+def tracked(
+    cfg: TrainRoot, invocation: Invocation, run_dir: Path, provenance: dict[str, Any]
+) -> Iterator[tuple[WandbTracker | None, dict[str, Any]]]:
+    """The run's tracker (None on other ranks and when disabled) and a dict that becomes its summary.
+
+    It is closed also when the run fails, and says so, so that the next job of a sweep gets one of its own.
+    """
+    results: dict[str, Any] = {}
+    tracker = None
+    if is_rank_zero():
+        tracker = build_wandb(
+            cfg.logger.wandb,
+            run_dir=run_dir,
+            run_name=str(cfg.run_name),
+            config={**_plain(cfg), "provenance": provenance},
+            tags=[f"{group}:{option}" for group, option in invocation.groups().items()],
+            group=str(invocation.sweep_dir.name) if invocation.sweep_dir else None,
+        )
+    failed = True
+    try:
+        yield tracker, results
+        failed = False
+    finally:
+        if tracker:
+            tracker.finish(results, failed=failed)
+
+
+def finish_run(
+    cfg: TrainRoot,
+    draft: Eagle3DraftModel,
+    run_dir: Path,
+    summary: dict[str, Any],
+    provenance: dict[str, Any],
+) -> None:
+    """Export the draft, draw the curves, write `summary.json` last: where it is, the run is whole."""
+    export_draft(
+        draft,
+        run_dir / "draft",
+        {**provenance, "run_name": cfg.run_name, "updates": summary["exported_update"]},
+    )
+    plot_curves(run_dir / "metrics.csv", run_dir / "curves.png", str(cfg.run_name))
+    write_json(run_dir / SUMMARY, summary)

@@ -1,0 +1,47 @@
+"""The store that `train.py` reads; for the tiny verifier it is made on the spot when it is missing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from eagle3lab.config.errors import UserError
+from eagle3lab.config.invocation import Invocation, default_store
+from eagle3lab.config.schema import ExtractorConfig, TrainRoot
+from eagle3lab.config.stamp import is_rank_zero
+from eagle3lab.store.manifest import is_complete
+from eagle3lab.store.reader import StoreReader
+
+from .pipeline import extract_store
+
+ON_DEMAND_SECONDS = 600.0  # what the other ranks wait for rank 0
+
+
+def open_store(cfg: TrainRoot, invocation: Invocation) -> StoreReader:
+    """The run's store; the tiny verifier's default one is made here when it is missing."""
+    path = Path(str(cfg.store))
+    command = "python extract.py " + " ".join(
+        word
+        for word in invocation.overrides
+        if word.partition("=")[0].partition(".")[0] in ("model", "data", "hardware")
+    )
+    default = path == default_store(cfg.model, cfg.data, invocation)
+    if cfg.model.extract_on_demand and default and not is_complete(path):
+        if is_rank_zero():
+            print(f"no store yet: extracting the {cfg.model.name} verifier's (seconds)")
+            extract_store(
+                model=cfg.model, data=cfg.data, extract=ExtractorConfig(), hardware=cfg.hardware, store=path
+            )
+        else:
+            _wait_for(lambda: is_complete(path), ON_DEMAND_SECONDS, f"rank 0 to finish the store {path}")
+    suffix = "" if default else f" store={path}"
+    return StoreReader(path, extract_command=f"{command.strip()}{suffix}")
+
+
+def _wait_for(done: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > deadline:
+            raise UserError(f"waited {seconds:g} s for {what}")
+        time.sleep(0.2)

@@ -1,0 +1,141 @@
+"""The loop as a user types it, on the tiny verifier: extract, train, evaluate, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+
+def test_a_run_leaves_everything_that_is_needed_to_serve_and_to_repeat_it(trained: Path) -> None:
+    assert {p.name for p in (trained / "draft").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "provenance.json",
+    }
+    config = yaml.safe_load((trained / "config.yaml").read_text())
+    assert config["noise"] == {"kind": "uniform", "scale": 0.05}
+    assert config["run_name"].startswith("tiny-demo-eagle3-uniform0.05")
+    assert Path(config["store"]).is_absolute()
+    provenance = json.loads((trained / "provenance.json").read_text())
+    assert provenance["choices"]["noise"] == "uniform0.05"
+    assert "model=tiny" in provenance["overrides"]
+    assert provenance["versions"]["speculators"].startswith("0.9")
+    assert len(provenance["store"]["manifest_hash"]) == 64
+    assert (trained / "curves.png").stat().st_size > 10_000
+    assert (trained / "checkpoints" / "last.ckpt").is_file()
+    with (trained / "metrics.csv").open() as f:
+        rows = list(csv.DictReader(f))
+    losses = [float(r["train/loss"]) for r in rows if r["train/loss"]]
+    assert losses[-1] < losses[0]
+    summary = json.loads((trained / "summary.json").read_text())
+    assert summary["best_validation"]["val/simulated_acceptance_length"] > 1.0
+
+
+def test_wandb_offline_writes_a_run_of_its_own(trained: Path) -> None:
+    runs = list((trained / "wandb").glob("offline-run-*"))
+    assert len(runs) == 1
+    assert runs[0].name.endswith((trained / "wandb_run_id").read_text().strip())
+
+
+def test_evaluate_measures_the_exported_draft(trained: Path, run_command: Callable[..., Any]) -> None:
+    done = run_command(
+        "evaluate.py", f"draft={trained / 'draft'}", "model=tiny", "hardware=cpu", "decode.max_new_tokens=24",
+        "prompts.max_prompts=4", "decode.untrained=true", "decode.k=[2,3]",
+    )  # fmt: skip
+    content = json.loads((trained / "evaluation-demo" / "evaluation.json").read_text())
+    lengths = {(v["variant"], v["k"]): v["overall"]["acceptance_length"] for v in content["variants"]}
+    assert set(lengths) == {(name, k) for name in ("trained", "untrained") for k in (2, 3)}
+    assert all(v["num_identical"] == 4 for v in content["variants"])
+    assert (trained / "evaluation-demo" / "acceptance.png").is_file()
+    for stage in ("extract", "train", "evaluate"):
+        assert stage in done.stdout
+
+
+def test_extract_again_captures_nothing(
+    trained: Path, run_command: Callable[..., Any], workspace: Path
+) -> None:
+    before = {p: p.read_bytes() for p in (workspace / "stores" / "tiny-demo").rglob("*.safetensors")}
+    done = run_command("extract.py", "model=tiny", "hardware=cpu")
+    assert "nothing to capture" in done.stdout
+    assert before == {p: p.read_bytes() for p in before}
+
+
+def test_a_taken_run_directory_is_refused_and_resume_goes_on_in_it(
+    trained: Path, run_command: Callable[..., Any]
+) -> None:
+    arguments = (
+        "model=tiny", "hardware=cpu", "noise=uniform0.05", "train.seq_len=512", "optim.lr=3e-3",
+        "optim.lr_warmup_updates=3", "run_dir=first",
+    )  # fmt: skip
+    refused = run_command("train.py", *arguments, expect=2)
+    assert "the run directory is taken" in refused.stderr
+    assert "resume=true" in refused.stderr
+    before = (trained / "draft" / "model.safetensors").read_bytes()
+    run_command("train.py", *arguments, "resume=true")
+    assert (trained / "draft" / "model.safetensors").read_bytes() == before  # a finished run does no more
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ("model=tiny", "store=nowhere"),
+            ["there is no hidden-state store", "nowhere", "python extract.py hardware=cpu model=tiny store="],
+        ),
+        (
+            ("model=tiny", "draft.aux_layer_ids=[1,2]", "hardware=cpu2", "train.tokens_per_update=5000"),
+            ["multiple of 4096"],
+        ),
+        (("model=tiny", "resume=true", "run_dir=never"), ["nothing to resume"]),
+    ],
+)
+def test_what_cannot_run_says_so_before_anything_is_written(
+    arguments: tuple[str, ...],
+    says: list[str],
+    trained: Path,
+    run_command: Callable[..., Any],
+    workspace: Path,
+) -> None:
+    done = run_command("train.py", "hardware=cpu", *arguments, "outputs=untouched", expect=2)
+    assert all(text in done.stderr for text in says), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (workspace / "untouched").exists()
+
+
+def test_a_store_of_another_verifier_is_refused(
+    trained: Path, run_command: Callable[..., Any], workspace: Path
+) -> None:
+    """The same shapes and tokenizer, other weights: only the fingerprint can tell."""
+    from safetensors.torch import load_file, save_file
+
+    from eagle3lab.verifier.locate import asset_path
+
+    other = workspace / "other_verifier"
+    shutil.copytree(asset_path("tiny"), other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    done = run_command(
+        "train.py", "model=local", "model.name=other", f"model.path={other}", "model.aux_layer_ids=[1,2,3]",
+        "hardware=cpu", "store=stores/tiny-demo", expect=2,
+    )  # fmt: skip
+    assert "the store is of another verifier (tiny): its weight_fingerprint" in done.stderr
+    assert "store=DIRECTORY of this verifier" in done.stderr
+
+
+def test_a_draft_is_refused_by_another_verifier(
+    trained: Path, run_command: Callable[..., Any], workspace: Path
+) -> None:
+    done = run_command(
+        "evaluate.py", f"draft={trained / 'draft'}", "model=local", "model.name=other",
+        f"model.path={workspace / 'other_verifier'}", "hardware=cpu", "prompts=jsonl", "prompts.path=missing.jsonl",
+        expect=2,
+    )  # fmt: skip
+    assert "missing.jsonl" in done.stderr
