@@ -150,7 +150,7 @@ class Eagle3Module(LightningModule):
                 a + b for a, b in zip(self.num_planned_supervised, totals, strict=True)
             ]
         update, on_device = self._current
-        planned = update.pack(self._micro_batch, self.global_rank)
+        planned = update.row_index(self._micro_batch, self.global_rank)
         rows = tuple(batch["row_index"].tolist())
         if rows != planned:
             raise RuntimeError(f"update {update.index}: the loader gave rows {rows}, the plan says {planned}")

@@ -35,10 +35,6 @@ def start_lines(cfg: TrainRoot, plan: TrainPlan, updates: RunPlan, run_dir: Path
         f"  learning rate      {cfg.optim.lr:g} {cfg.optim.schedule.value}, warm-up {warmup}",
         f"  memory (estimate)  {plan.total_gib:.1f} GiB per device",
     ]
-    if updates.num_rows_left_out:
-        lines.append(
-            f"  left out           {updates.num_rows_left_out} rows over all epochs (no full round of ranks)"
-        )
     if cfg.optim.lr_warmup_updates and cfg.optim.lr_warmup_updates >= updates.num_updates:
         lines.append(
             f"  note               the warm-up of {cfg.optim.lr_warmup_updates} updates is longer than the run: "

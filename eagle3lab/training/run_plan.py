@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.data.packing import Unweighted
 
 EPOCHS_KEPT = 3  # the one being trained, the one being prefetched, one for look-ups
 
@@ -24,7 +25,9 @@ EPOCHS_KEPT = 3  # the one being trained, the one being prefetched, one for look
 class PlannedUpdate:
     """One optimizer step over all ranks.
 
-    `packs` are in global order: micro-batch m of rank r is `packs[m * num_replicas + r]`.
+    `packs` are in global order: micro-batch m of rank r is `packs[m * num_replicas + r]`. Where the last round
+    of an epoch has fewer packs than ranks, the other ranks get a row without weight, so that the result is the
+    same for any number of ranks and nothing is left out.
     """
 
     index: int  # over the whole run, from 0
@@ -36,27 +39,24 @@ class PlannedUpdate:
     @property
     def num_micro_batches(self) -> int:
         """Packs of each rank; the last update of an epoch may have fewer than the others."""
-        return len(self.packs) // self.num_replicas
+        return -(-len(self.packs) // self.num_replicas)
 
     def pack(self, micro_batch: int, rank: int) -> tuple[int, ...]:
-        return self.packs[micro_batch * self.num_replicas + rank]
+        place = micro_batch * self.num_replicas + rank
+        return self.packs[place] if place < len(self.packs) else (Unweighted(self.packs[0][0]),)
+
+    def row_index(self, micro_batch: int, rank: int) -> tuple[int, ...]:
+        """What a batch of `pack(micro_batch, rank)` says of its rows: -1 for one without weight."""
+        return tuple(-1 if isinstance(row, Unweighted) else row for row in self.pack(micro_batch, rank))
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
         return tuple(row for pack in self.packs for row in pack)
 
 
-def cut_updates(
-    packs: Sequence[Sequence[int]], num_replicas: int, micro_batches: int
-) -> list[list[tuple[int, ...]]]:
-    """Cut an epoch's packs into updates of `num_replicas * micro_batches` packs.
-
-    The last update takes what is left, as long as every rank gets the same number; fewer packs than ranks
-    are left out of this epoch (another epoch's order puts other rows there).
-    """
-    usable = len(packs) - len(packs) % num_replicas
-    size = num_replicas * micro_batches
-    return [[tuple(pack) for pack in packs[i : min(i + size, usable)]] for i in range(0, usable, size)]
+def cut_updates(packs: Sequence[Sequence[int]], size: int) -> list[list[tuple[int, ...]]]:
+    """Cut an epoch's packs into updates of `size` packs; the last one takes what is left."""
+    return [[tuple(pack) for pack in packs[i : i + size]] for i in range(0, len(packs), size)]
 
 
 class RunPlan:
@@ -97,7 +97,6 @@ class RunPlan:
         self._first_update: list[int] = []  # of each epoch
         self._epoch_sizes: list[int] = []  # updates of each whole epoch, budgets aside
         self.order_digest = ""  # of the first epoch's packs: another store, order or pack length shows here
-        self.num_rows_left_out = 0
         self._walk(lengths, max_epochs, max_updates, max_tokens)
 
     def _walk(
@@ -106,18 +105,17 @@ class RunPlan:
         epoch = 0
         while max_epochs is None or epoch < max_epochs:
             updates = self._updates_of(epoch)
-            if not updates and epoch == 0:
+            if epoch == 0 and sum(map(len, updates)) < self.num_replicas:
                 break
             self._first_update.append(self.num_updates)
             self._epoch_sizes.append(len(updates))
             for packs in updates:
                 self._tokens.append(self._tokens[-1] + sum(lengths[row] for pack in packs for row in pack))
-                self._rank_packs.append(self._rank_packs[-1] + len(packs) // self.num_replicas)
+                self._rank_packs.append(self._rank_packs[-1] + -(-len(packs) // self.num_replicas))
                 if self.num_updates == max_updates or (
                     max_tokens is not None and self._tokens[-1] >= max_tokens
                 ):
                     return
-            self.num_rows_left_out += self.num_rows - sum(len(pack) for packs in updates for pack in packs)
             epoch += 1
         if self.num_updates == 0:
             num_packs = len(self._packs_of_epoch(0)) if max_epochs != 0 else 0
@@ -136,7 +134,7 @@ class RunPlan:
             if epoch == 0:
                 order = json.dumps([list(pack) for pack in packs])
                 self.order_digest = hashlib.sha256(order.encode()).hexdigest()[:16]
-            self._cache[epoch] = cut_updates(packs, self.num_replicas, self.micro_batches)
+            self._cache[epoch] = cut_updates(packs, self.num_replicas * self.micro_batches)
             while len(self._cache) > EPOCHS_KEPT:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(epoch)

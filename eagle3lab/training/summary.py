@@ -19,7 +19,6 @@ class TrainingSummary:
     tokens_per_second: float  # training alone, without the first logging interval where there are more
     data_wait_share: float  # of train_seconds, rank 0
     peak_memory_gib: float  # rank 0
-    rows_left_out: int  # in packs that did not fill a round over all ranks, over all epochs
     num_replicas: int
     micro_batches_per_update: int
     last: dict[str, float]  # the last logging interval

@@ -152,7 +152,6 @@ def _summary(
         tokens_per_second=tokens / measured if measured > 0 else 0.0,
         data_wait_share=log.wait_seconds / train_seconds if train_seconds > 0 else 0.0,
         peak_memory_gib=log.peak_memory_gib,
-        rows_left_out=plan.num_rows_left_out,
         num_replicas=plan.num_replicas,
         micro_batches_per_update=plan.micro_batches,
         last=log.last_train,

@@ -35,7 +35,7 @@ def run(tiny: ModuleType, job: dict[str, Any]) -> None:
         train,
         devices=job["devices"],
         noise=job.get("noise", 0.0),
-        workers=job.get("workers", 0),
+        threads=job.get("threads", 0),
     )
     summary = fit(
         module,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from eagle3lab.config.errors import UserError
+from eagle3lab.data.packing import Unweighted
 from eagle3lab.training.loader import PlannedBatches
 from eagle3lab.training.run_plan import RunPlan, cut_updates
 
@@ -18,21 +19,26 @@ def make(replicas: int = 1, micro: int = 2, **budget: int) -> RunPlan:
     return RunPlan(packs_of_epoch, LENGTHS, num_replicas=replicas, micro_batches=micro, **budget)
 
 
-def test_an_epochs_last_update_takes_what_is_left_when_every_rank_gets_the_same() -> None:
-    packs = [[i] for i in range(10)]
-    assert [len(u) for u in cut_updates(packs, num_replicas=2, micro_batches=2)] == [4, 4, 2]
-    assert [len(u) for u in cut_updates(packs, num_replicas=3, micro_batches=1)] == [3, 3, 3]
+def test_an_epochs_last_update_takes_what_is_left() -> None:
+    assert [len(u) for u in cut_updates([[i] for i in range(10)], 4)] == [4, 4, 2]
 
 
 def test_ranks_are_disjoint_and_together_complete() -> None:
     plan = make(replicas=2, micro=2, max_epochs=1)
     ranks = [[row for pack in plan.packs_of_rank(rank) for row in pack] for rank in range(2)]
-    assert len(ranks[0]) == len(ranks[1]) == 3
-    assert not set(ranks[0]) & set(ranks[1])
-    assert plan.num_rows_left_out == 1
-    assert sorted(ranks[0] + ranks[1]) == sorted(
-        row for u in range(plan.num_updates) for row in plan.update(u).rows
-    )
+    assert len(ranks[0]) == len(ranks[1]) == 4
+    weighted = [[row for row in rank if not isinstance(row, Unweighted)] for rank in ranks]
+    assert sorted(weighted[0] + weighted[1]) == list(range(len(LENGTHS)))
+    assert plan.update(1).row_index(1, rank=1) == (-1,)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_an_epoch_has_the_same_updates_for_any_number_of_ranks(replicas: int) -> None:
+    plan = make(replicas=replicas, micro=4 // replicas, max_epochs=2)
+    assert [plan.update(u).rows for u in range(plan.num_updates)] == [
+        make(replicas=1, micro=4, max_epochs=2).update(u).rows for u in range(plan.num_updates)
+    ]
+    assert plan.num_tokens == 2 * sum(LENGTHS)
 
 
 def test_the_same_updates_for_any_split_of_packs_over_ranks_and_micro_batches() -> None:
