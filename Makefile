@@ -21,7 +21,7 @@ demo: $(READY)  ## extract, train and evaluate the embedded verifier; ends in a 
 	@echo "set-up of the environment took $$(cat $(VENV)/setup_seconds) s (once)"
 
 test: $(READY) lint  ## lint, types, tests
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile
 
 lint: $(READY)  ## ruff and mypy
 	$(PY) -m ruff check .
