@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from eagle3lab.config import compose
 from eagle3lab.config.check import CHECKS
 from eagle3lab.config.errors import EXIT_USER_ERROR, UserError, raise_all
+from eagle3lab.config.help import help_text
 from eagle3lab.config.invocation import Invocation, absolute_data, absolute_model, default_store, named
 from eagle3lab.config.plan import plan_extraction, plan_training
 from eagle3lab.config.plan_text import describe_extraction, describe_training, require_fit
@@ -34,6 +35,16 @@ def main(entry: str) -> None:
         os.environ["HYDRA_FULL_ERROR"] = os.environ[_QUIET] = "1"
     compose.register()
     sys.argv[1:] = compose.command_line(entry, sys.argv[1:])
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        try:
+            print(help_text(entry, [word for word in sys.argv[1:] if not word.startswith("-")]))
+        except UserError as error:
+            _exit_with(error)
+        except Exception as error:
+            if not compose.is_composition_error(error):
+                raise
+            _exit_with(compose.explain(error, entry, sys.argv[1:], CHECKS[entry]))
+        return
     runs: dict[str, Callable[[Any, Invocation], float | None]] = {
         "train": run_train,
         "extract": run_extract,

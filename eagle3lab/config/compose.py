@@ -150,14 +150,14 @@ def explain(error: Exception, entry: str, overrides: Sequence[str], check: Check
     for override in overrides:
         if override.startswith(("hydra.", "hydra/", "~", "-")) or _is_sweep(override):
             continue
-        _, alone = _compose(entry, [override])
+        _, alone = compose_alone(entry, [override])
         if alone is None:
             good.append(override)
             continue
         problem = _problem_of(alone, root, override)
         if problem not in problems:
             problems.append(problem)
-    cfg, again = _compose(entry, good)
+    cfg, again = compose_alone(entry, good)
     if cfg is not None and again is None and problems:
         typed, more = to_typed(cfg, root)
         problems += more + (check(typed) if typed is not None else [])
@@ -169,7 +169,8 @@ def _is_sweep(override: str) -> bool:
     return bool(re.search(r"^[^\[{'\"]*,", value)) or value.startswith(("choice(", "range(", "glob("))
 
 
-def _compose(entry: str, overrides: Sequence[str]) -> tuple[DictConfig | None, Exception | None]:
+def compose_alone(entry: str, overrides: Sequence[str]) -> tuple[DictConfig | None, Exception | None]:
+    """The composed configuration, or the error that composing it raises."""
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(config_directory()), version_base="1.3"):
@@ -205,11 +206,12 @@ def _problem_of(error: Exception, root: type, override: str) -> Problem:
     if "Multiple values for" in text:
         return Problem(f"{key} is chosen already", override, "one option per group", f"{key}={value}")
     if text.startswith("Config group override must be"):
-        return _missing_option(MissingConfigException("", f"{key}/{value}", _options(key)), key, value)
+        return _missing_option(MissingConfigException("", f"{key}/{value}", group_options(key)), key, value)
     return _from_message(text, value)
 
 
-def _options(group: str) -> list[str]:
+def group_options(group: str) -> list[str]:
+    """The options of a group, by name."""
     return sorted(f.stem for f in (config_directory() / group).glob("*.yaml"))
 
 

@@ -1,0 +1,48 @@
+"""What `--help` prints: the groups with their options, and every value of the composed configuration.
+
+Hydra's own help copies its whole configuration cache once per group; with fifty option files that alone
+takes longer than a command should take to answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from omegaconf import OmegaConf
+
+from .compose import ROOTS, compose_alone, config_directory, group_options
+from .errors import UserError
+
+TITLES = {
+    "train": "Train an EAGLE-3 draft model on a hidden-state store.",
+    "extract": "Write the hidden states of a verifier over conversations to a store.",
+    "evaluate": "Decode prompts with a draft and its verifier; measure how many drafted tokens are accepted.",
+}
+
+
+def help_text(entry: str, overrides: Sequence[str]) -> str:
+    """The page for one command, with `overrides` already in the values it shows."""
+    cfg, error = compose_alone(entry, overrides)
+    if cfg is None:
+        raise error or UserError("the configuration does not compose")
+    chosen = OmegaConf.to_yaml(cfg).rstrip()
+    groups = [path.name for path in sorted(config_directory().iterdir()) if path.is_dir()]
+    own = [g for g in groups if g in vars(ROOTS[entry]()) or (g == "experiment" and entry == "train")]
+    own = [g for g in own if entry != "evaluate" or g != "draft"]
+    return "\n".join(
+        [
+            TITLES[entry],
+            "",
+            f"    python {entry}.py GROUP=OPTION ... KEY=VALUE ...",
+            "",
+            "Groups and their options:",
+            "",
+            *(f"{group}: {', '.join(group_options(group))}" for group in own),
+            "",
+            "Values (any can be given as KEY=VALUE; the groups above set many at once):",
+            "",
+            chosen,
+            "",
+            "Sweeps: -m KEY=A,B or -cd sweeps -cn NAME. The composed configuration: --cfg job. Hydra's own: --hydra-help.",
+        ]
+    )
