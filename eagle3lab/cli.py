@@ -19,6 +19,7 @@ from eagle3lab.config.check import CHECKS
 from eagle3lab.config.errors import EXIT_USER_ERROR, UserError, raise_all
 from eagle3lab.config.help import help_text
 from eagle3lab.config.invocation import Invocation, absolute_data, absolute_model, default_store, named
+from eagle3lab.config.names import honest_choices
 from eagle3lab.config.plan import plan_extraction, plan_training
 from eagle3lab.config.plan_text import describe_extraction, describe_training, require_fit
 from eagle3lab.config.schema import EvaluateRoot, ExtractRoot, ModelConfig, Shapes, TrainRoot
@@ -130,7 +131,8 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
         store_tokens=_store_tokens(Path(str(cfg.store))),
     )
     if cfg.plan:
-        print(describe_training(plan, hardware, invocation.groups()))
+        chosen = honest_choices(invocation.groups(), invocation.overrides, cfg.noise)
+        print(describe_training(plan, hardware, chosen, str(cfg.run_name)))
     require_fit(plan, hardware)
     if cfg.plan:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .schema import NoiseConfig, NoiseKind, TrainRoot
 
@@ -33,6 +33,17 @@ def run_name(cfg: TrainRoot, overrides: Sequence[str]) -> str:
         leaf = key.rpartition(".")[2]
         parts.append(f"{leaf}_{value}" if "." in key else f"{value}")
     return safe_name("-".join(parts))
+
+
+def honest_choices(
+    choices: Mapping[str, str], overrides: Sequence[str], noise: NoiseConfig
+) -> dict[str, str]:
+    """The options chosen, so that none claims what was overridden: noise by its values, others marked `+changed`."""
+    changed = {
+        override.lstrip("+").partition(".")[0] for override in overrides if "." in override.partition("=")[0]
+    }
+    named = {group: f"{option}+changed" if group in changed else option for group, option in choices.items()}
+    return named | ({"noise": noise_label(noise)} if "noise" in named else {})
 
 
 def safe_name(text: str) -> str:

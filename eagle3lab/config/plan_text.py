@@ -11,11 +11,14 @@ def _amount(value: float | None, pattern: str, unknown: str) -> str:
     return unknown if value is None else pattern.format(value)
 
 
-def describe_training(plan: TrainPlan, hardware: HardwareConfig, choices: dict[str, str]) -> str:
+def describe_training(
+    plan: TrainPlan, hardware: HardwareConfig, choices: dict[str, str], run_name: str = ""
+) -> str:
     """One line per need of a training run."""
     no_peak = "unknown (hardware.peak_tflops is not set)"
     lines = [
         "plan of a training run (nothing was started)",
+        f"  run name             {run_name}",
         "  choices              " + "  ".join(f"{k}={v}" for k, v in choices.items()),
         f"  draft                {plan.size.trainable:,} trainable parameters, {plan.size.frozen:,} frozen, "
         f"vocabulary {plan.size.vocab_size:,}",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from eagle3lab.config.invocation import Invocation
+from eagle3lab.config.names import honest_choices
 from eagle3lab.config.schema import TrainRoot
 from eagle3lab.config.stamp import is_rank_zero
 from eagle3lab.draft.export import export_draft
@@ -70,6 +71,7 @@ def tracked(
     It is closed also when the run fails, and says so, so that the next job of a sweep gets one of its own.
     """
     results: dict[str, Any] = {}
+    chosen = honest_choices(invocation.groups(), invocation.overrides, cfg.noise)
     tracker = None
     if is_rank_zero():
         tracker = build_wandb(
@@ -77,7 +79,7 @@ def tracked(
             run_dir=run_dir,
             run_name=str(cfg.run_name),
             config={**_plain(cfg), "provenance": provenance},
-            tags=[f"{group}:{option}" for group, option in invocation.groups().items()],
+            tags=[f"{group}:{option}" for group, option in chosen.items()],
             group=str(invocation.sweep_dir.name) if invocation.sweep_dir else None,
         )
     failed = True

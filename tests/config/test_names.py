@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3lab.config.names import MAX_LENGTH, noise_label, run_name, safe_name
+from eagle3lab.config.names import MAX_LENGTH, honest_choices, noise_label, run_name, safe_name
 from eagle3lab.config.schema import DataConfig, DraftConfig, ModelConfig, NoiseConfig, NoiseKind, TrainRoot
 
 
@@ -31,6 +31,13 @@ def test_every_override_that_changes_the_result_is_in_the_name() -> None:
         config(NoiseConfig()), ["train.seed=3", "optim.lr=1e-3", "hardware=blackwell8", "plan=true"]
     )
     assert name == "tiny-demo-eagle3-none-lr_1e-3-seed_3"
+
+
+def test_a_choice_whose_values_were_changed_does_not_pass_for_the_option() -> None:
+    overrides = ["noise=uniform0.05", "noise.scale=0.3", "draft=eagle3", "draft.ttt_steps=7", "loss=kl"]
+    chosen = {"noise": "uniform0.05", "draft": "eagle3", "loss": "kl"}
+    shown = honest_choices(chosen, overrides, NoiseConfig(NoiseKind.uniform, 0.3))
+    assert shown == {"noise": "uniform0.3", "draft": "eagle3+changed", "loss": "kl"}
 
 
 @given(st.text(min_size=1, max_size=300))
