@@ -30,8 +30,11 @@ def write_results(
     target: Path, rows: Sequence[dict[str, Any]], *, notes: dict[str, Any] | None = None
 ) -> None:
     """Write `{command, commit, date, hardware, versions, rows}`; the commit may come from EAGLE3LAB_COMMIT."""
+    words = list(sys.argv)
+    if "--out" in words:  # where the file first lay says nothing
+        del words[words.index("--out") : words.index("--out") + 2]
     content = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *words]),
         "commit": os.environ.get("EAGLE3LAB_COMMIT") or git_state(ROOT)["commit"],
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "hardware": hardware_name(),
