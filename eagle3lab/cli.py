@@ -57,6 +57,7 @@ def main(entry: str) -> None:
         try:
             typed, problems = compose.to_typed(cfg, compose.ROOTS[entry])
             raise_all([*problems, *(CHECKS[entry](typed) if typed is not None else [])])
+            _say_foreign_code(typed.model)
             return runs[entry](typed, invocation)
         except UserError as error:
             if invocation.sweep_dir is not None or show_traceback:
@@ -79,6 +80,12 @@ def main(entry: str) -> None:
         _exit_with(compose.explain(error, entry, overrides, CHECKS[entry]))
 
 
+def _say_foreign_code(model: ModelConfig) -> None:
+    if model.trust_remote_code and is_rank_zero():
+        places = " and ".join(place for place in (model.path, model.tokenizer) if place)
+        print(f"model.trust_remote_code=true: code that lies in {places} will be run")
+
+
 def _exit_with(error: UserError) -> NoReturn:
     print(f"error: {error.render()}", file=sys.stderr)
     sys.exit(EXIT_USER_ERROR)
@@ -99,6 +106,7 @@ def run_extract(cfg: ExtractRoot, invocation: Invocation) -> None:
         num_layer_ids=len(layer_ids),
         num_devices_per_node=hardware.num_devices or 1,
         num_tokens=cfg.data.max_tokens,
+        dtype=cfg.extract.dtype,
     )
     if cfg.plan:
         print(describe_extraction(plan, hardware, invocation.groups()))
@@ -106,6 +114,9 @@ def run_extract(cfg: ExtractRoot, invocation: Invocation) -> None:
     if cfg.plan:
         return
     apply_environment(hardware)
+    from eagle3lab.doctor.preflight import before_extraction
+
+    print(before_extraction(cfg.extract, hardware, store))
     from eagle3lab.extract.pipeline import extract_store
 
     report = extract_store(model=model, data=data, extract=cfg.extract, hardware=hardware, store=store)
@@ -137,6 +148,10 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
     if cfg.plan:
         return None
     apply_environment(hardware)
+    if is_rank_zero():
+        from eagle3lab.doctor.preflight import before_training
+
+        print(before_training(hardware, Path(str(cfg.run_dir))))
 
     from eagle3lab.draft.speculators_model import build_draft
     from eagle3lab.draft.vocabulary import DraftVocabulary
@@ -144,7 +159,7 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
     from eagle3lab.extract.on_demand import open_store
     from eagle3lab.extract.pipeline import verifier_identity
     from eagle3lab.extract.self_test import self_test_store
-    from eagle3lab.store.manifest import check_identity
+    from eagle3lab.store.manifest import check_identity, check_template_args
     from eagle3lab.training.build import build_module
     from eagle3lab.training.checkpoint_state import load_weights
     from eagle3lab.training.datamodule import Eagle3DataModule
@@ -162,6 +177,7 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
     facts = read_facts(verifier)
     store = open_store(cfg, invocation)
     check_identity(store.manifest, verifier_identity(facts, cfg.model.name), aux_layer_ids)
+    check_template_args(store.manifest, cfg.model.template_args)
     data = Eagle3DataModule(
         store,
         seq_len=cfg.train.seq_len,

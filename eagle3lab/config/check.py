@@ -11,6 +11,7 @@ from .errors import Problem
 from .schema import (
     Accelerator,
     Attention,
+    Backend,
     DataConfig,
     DraftConfig,
     EvaluateRoot,
@@ -50,8 +51,12 @@ def check_extract(cfg: ExtractRoot) -> list[Problem]:
         *_hardware(cfg.hardware),
         *_positive("extract.batch_tokens", e.batch_tokens),
         *_positive("extract.shard_tokens", e.shard_tokens),
+        *_positive("extract.num_parts", e.num_parts),
+        *_part(e.part, e.num_parts),
         *_positive("extract.self_test_rows", e.self_test_rows),
+        *_positive("extract.num_render_workers", e.num_render_workers, least=0),
         *_layer_ids("extract.layer_ids", e.layer_ids, cfg.model),
+        *(_engine(cfg.hardware) if e.backend is not Backend.hf else ()),
     ]
 
 
@@ -155,6 +160,31 @@ def _hardware(hardware: HardwareConfig) -> Iterator[Problem]:
 
     if hardware.attention is Attention.flex and not hardware.compile:
         yield Problem("flex attention holds every score unless it is compiled", fix="hardware.compile=true")
+
+
+def _engine(hardware: HardwareConfig) -> Iterator[Problem]:
+    engine = hardware.engine
+    yield from _positive("hardware.engine.tensor_parallel", engine.tensor_parallel)
+    yield from _positive("hardware.engine.data_parallel", engine.data_parallel)
+    yield from _within("hardware.engine.memory_share", engine.memory_share, 0, 1, open_low=True)
+    needed = engine.tensor_parallel * engine.data_parallel
+    if hardware.accelerator is Accelerator.cuda and hardware.num_devices and needed > hardware.num_devices:
+        yield Problem(
+            "hardware.engine.tensor_parallel x data_parallel",
+            needed,
+            f"at most hardware.num_devices={hardware.num_devices}",
+            f"hardware.engine.tensor_parallel={hardware.num_devices} hardware.engine.data_parallel=1",
+        )
+
+
+def _part(part: int, num_parts: int) -> Iterator[Problem]:
+    if num_parts >= 1 and not 0 <= part < num_parts:
+        yield Problem(
+            f"extract.part of extract.num_parts={num_parts}",
+            part,
+            f"a number from 0 to {num_parts - 1}",
+            "extract.part=0",
+        )
 
 
 def _noise(noise: NoiseConfig) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from .errors import Problem, UserError
+from .errors import Problem, UserError, raise_all
 from .schema import EvaluateRoot, ExtractRoot, TrainRoot
 from .stamp import run_stamp
 
@@ -41,8 +41,20 @@ def register() -> None:
     """Make the typed roots and the resolver known to Hydra; safe to call twice."""
     store = ConfigStore.instance()
     for name, root in ROOTS.items():
-        store.store(name=f"{name}_schema", node=root)
+        node = OmegaConf.structured(root)
+        _open_dictionaries(node, root)
+        store.store(name=f"{name}_schema", node=node)
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True)
+
+
+def _open_dictionaries(node: DictConfig, schema: type) -> None:
+    """Let `data.role_map`, `model.template_args` and the like take keys that no schema knows."""
+    for f in dataclasses.fields(schema):
+        value = f.default_factory() if f.default_factory is not dataclasses.MISSING else None
+        if dataclasses.is_dataclass(value):
+            _open_dictionaries(node[f.name], type(value))
+        elif isinstance(value, dict):
+            OmegaConf.set_struct(node[f.name], False)
 
 
 def to_typed(cfg: DictConfig, root: type) -> tuple[Any, list[Problem]]:
@@ -162,6 +174,21 @@ def explain(error: Exception, entry: str, overrides: Sequence[str], check: Check
         typed, more = to_typed(cfg, root)
         problems += more + (check(typed) if typed is not None else [])
     return UserError(*(problems or [_problem_of(error, root, "")]))
+
+
+def compose_alone(entry: str, overrides: Sequence[str], check: Check) -> Any:
+    """The typed and checked configuration of `entry`, for a command that Hydra does not run.
+
+    Raises UserError with every problem of the overrides.
+    """
+    register()
+    cfg, error = _compose(entry, overrides)
+    if cfg is None:
+        assert error is not None
+        raise explain(error, entry, overrides, check)
+    typed, problems = to_typed(cfg, ROOTS[entry])
+    raise_all([*problems, *(check(typed) if typed is not None else [])])
+    return typed
 
 
 def _is_sweep(override: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .schema import DraftConfig, HardwareConfig, Precision, Shapes, TrainerConfig
+from .schema import DraftConfig, HardwareConfig, Precision, Shapes, StoreDtype, TrainerConfig
 
 GIB = 2**30
 
@@ -145,9 +145,14 @@ def _num_updates(train: TrainerConfig, store_tokens: int | None, tokens_per_upda
     return min(limits)
 
 
-def stored_bytes_per_token(hidden_size: int, num_aux: int, bytes_per_value: int = 2) -> int:
+# bytes of a value, and of the scale that every state of a token carries
+_STORED = {StoreDtype.bfloat16: (2, 0), StoreDtype.float32: (4, 0), StoreDtype.float8_e4m3: (1, 4)}
+
+
+def stored_bytes_per_token(hidden_size: int, num_aux: int, dtype: StoreDtype = StoreDtype.bfloat16) -> int:
     """Bytes of one token in a store: the aux states, the last state, id (8) and mask (1)."""
-    return (num_aux + 1) * hidden_size * bytes_per_value + 9
+    per_value, per_state = _STORED[dtype]
+    return (num_aux + 1) * (hidden_size * per_value + per_state) + 9
 
 
 @dataclass(frozen=True)
@@ -175,9 +180,10 @@ def plan_extraction(
     num_layer_ids: int,
     num_devices_per_node: int,
     num_tokens: int | None,
+    dtype: StoreDtype = StoreDtype.bfloat16,
 ) -> ExtractPlan:
     """Plan an extraction; `num_tokens` where the data bound it (`data.max_tokens`)."""
-    per_token = stored_bytes_per_token(shapes.hidden_size, num_layer_ids)
+    per_token = stored_bytes_per_token(shapes.hidden_size, num_layer_ids, dtype)
     active = shapes.num_active_parameters or shapes.num_parameters
     devices = num_devices_per_node * hardware.num_nodes
     speed = None

@@ -56,15 +56,17 @@ class Attention(Enum):
 
 
 class Backend(Enum):
-    auto = "auto"
+    auto = "auto"  # vllm where it is installed and a CUDA device is there, else hf
     hf = "hf"
+    vllm = "vllm"
 
 
 class StoreDtype(Enum):
-    """How hidden states are kept on disk; 2 or 4 bytes per value."""
+    """How hidden states are kept on disk; 2, 4 or 1 bytes per value."""
 
     bfloat16 = "bfloat16"
     float32 = "float32"
+    float8_e4m3 = "float8_e4m3"  # with an fp32 scale per token and layer
 
 
 class NoiseKind(Enum):
@@ -275,10 +277,15 @@ class ExtractorConfig:
     backend: Backend = Backend.auto
     layer_ids: list[int] | None = None  # default: the model's aux layers
     dtype: StoreDtype = StoreDtype.bfloat16
-    batch_tokens: int = 2048  # padded tokens of one forward pass
+    batch_tokens: int = 2048  # tokens of one forward pass, padding included where the backend pads
     shard_tokens: int = 16384
+    part: int = (
+        0  # of extract.num_parts machines, from 0; each writes its share of the shards to its own store
+    )
+    num_parts: int = 1  # joined by `python -m eagle3lab store merge`
     self_test_rows: int = 2
-    num_render_workers: int = 0
+    scratch_dir: str | None = None  # where vllm hands over states; default: memory (/dev/shm)
+    num_render_workers: int | None = None  # processes that render conversations; default: by their number
 
 
 @dataclass

@@ -56,6 +56,21 @@ class SampleFiles:
         assert self._shape is not None
         return self._shape[0] // self._shape[1]
 
+    @property
+    def hidden_size(self) -> int:
+        """Width of one state in every file."""
+        assert self._shape is not None
+        return self._shape[1]
+
+    def read_tokens(self, i: int) -> tuple[Tensor, Tensor]:
+        """Ids [T] int64 and mask [T] uint8 of one file, without its states."""
+        data = self._load(self.files[i])
+        ids, mask = data["input_ids"].long().clone(), data["loss_mask"].to(torch.uint8).clone()
+        if ids.shape != mask.shape:
+            shapes = {"input_ids": list(ids.shape), "loss_mask": list(mask.shape)}
+            raise IntegrityError(Problem(f"{self.files[i]}: lengths differ", shapes, "one length"))
+        return ids, mask
+
     def read(self, i: int) -> dict[str, Tensor]:
         """One row before the shift: input_ids, loss_mask [T] and both kinds of states [T, ...]."""
         data = self._standardized(i)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,10 +24,33 @@ class States:
     last: Tensor  # shape: [T, hidden_size]
 
 
+@dataclass(frozen=True)
+class Recording:
+    """What the hooks saw of one row; all on the CPU in the compute dtype."""
+
+    token_ids: Tensor  # shape: [T], as they reached the embedding
+    layers: dict[int, Tensor]  # layer id -> [T, hidden_size]
+    pre_norm: Tensor  # shape: [T, hidden_size]; residual stream that entered the final norm
+    post_norm: Tensor  # shape: [T, hidden_size]
+
+
+class EngineError(RuntimeError):
+    """The engine gave no answer to a request. Asking once more may help."""
+
+
+class EngineDied(EngineError):
+    """The engine is gone: no later request will be answered."""
+
+
 class Engine(Protocol):
-    """One loaded verifier."""
+    """One loaded verifier.
+
+    `pads` says that `capture` fills its rows up to the longest, so that a batch should hold rows of like
+    length; an engine that does not pad is given a whole shard at once.
+    """
 
     name: str
+    pads: bool
 
     def versions(self) -> dict[str, str]:
         """What ran the verifier: library versions, dtype, attention kernel. Goes into the manifest."""
@@ -43,6 +66,15 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free the verifier's memory."""
+        ...
+
+
+@runtime_checkable
+class SecondOpinion(Protocol):
+    """An engine that can capture a second time, by means that share nothing with `capture`."""
+
+    def record(self, rows: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> list[Recording]:
+        """The outputs of decoder layers `layer_ids` and both sides of the final norm, row by row."""
         ...
 
 

@@ -22,6 +22,7 @@ class HuggingFaceEngine:
     """
 
     name = "hf"
+    pads = True
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from torch import nn
 from eagle3lab.config.errors import IntegrityError, Problem, UserError
 from eagle3lab.config.schema import DecodeConfig, HardwareConfig, ModelConfig, Precision, PromptsConfig
 from eagle3lab.draft.export import load_draft
+from eagle3lab.draft.format import PROVENANCE_FILE
 from eagle3lab.draft.inference import ChainDrafter
 from eagle3lab.engines.hf import HuggingFaceEngine
 from eagle3lab.engines.select import DTYPES, pick_device
@@ -58,6 +60,9 @@ def evaluate_draft(
     console = console or Console()
     path = locate_verifier(model)
     facts = read_facts(path)
+    difference = other_template_args(draft, model)
+    if difference:
+        console.print(difference, markup=False, highlight=False, soft_wrap=True)
     tokenizer = load_tokenizer(model, path)
     chosen = read_prompts(prompts)
     rendered = [(prompt, render_prompt(tokenizer, list(prompt.messages), model)) for prompt in chosen]
@@ -114,6 +119,7 @@ def evaluate_draft(
                 "left_out": {"too_long": left_out},
                 "num_turns_left_out": sum(p.num_turns_left_out for p, _ in fitting),
             },
+            "template_args": dict(model.template_args),
             "max_new_tokens": decode.max_new_tokens,
             "temperature": 0.0,
             "precision": decode.precision.value,
@@ -127,6 +133,19 @@ def evaluate_draft(
     file = evaluation.write(out)
     _refuse_unexplained(evaluation, file)
     return evaluation
+
+
+def other_template_args(draft: Path, model: ModelConfig) -> str | None:
+    """What to say when the prompts are rendered otherwise than the rows that the draft was trained on."""
+    file = draft / PROVENANCE_FILE
+    provenance = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    trained = provenance.get("store", {}).get("template_args")
+    if trained is None or trained == dict(model.template_args):
+        return None
+    return (
+        f"NOTE: the draft was trained on rows with model.template_args={trained}, these prompts are rendered "
+        f"with {dict(model.template_args)}: its acceptance here is not that of its training"
+    )
 
 
 def untrained_copy(trained: Any, seed: int) -> Any:

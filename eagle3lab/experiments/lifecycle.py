@@ -35,6 +35,9 @@ def begin_run(cfg: TrainRoot, invocation: Invocation, run_dir: Path, manifest: M
     provenance["store"] = {
         "path": str(cfg.store),
         "manifest_hash": hashlib.sha256(manifest.to_json().encode()).hexdigest(),
+        "tokenizer_hash": manifest.tokenizer_hash,
+        "template_hash": manifest.template_hash,
+        "template_args": manifest.row_settings.get("template_args", {}),
     }
     text = OmegaConf.to_yaml(OmegaConf.structured(cfg))
     if cfg.resume:

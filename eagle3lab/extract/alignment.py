@@ -21,7 +21,7 @@ class Tolerance:
 
     Errors are relative, |a - b| / |b| per token; `quantile` of the tokens must lie within. bf16 kernels
     differ by 1 to 2 % between engines, with a tail at tokens of unusual norm; rounding to bf16 alone
-    is 0.2 %.
+    is 0.2 %, rounding to fp8 with a scale per token 2 to 3.4 %.
     """
 
     name: str
@@ -34,6 +34,10 @@ class Tolerance:
 
 def tolerance_for(compute: torch.dtype, storage: torch.dtype) -> Tolerance:
     """The bounds for states computed in `compute` and kept in `storage`."""
+    if storage == torch.float8_e4m3fn:
+        if compute != torch.float32:
+            return Tolerance("bf16 compute, fp8 storage", 0.09, 0.25, 0.1, 0.9, quantile=0.95)
+        return Tolerance("fp32 compute, fp8 storage", 0.05, 0.12, 0.02, 0.97, quantile=0.99)
     if compute != torch.float32:
         return Tolerance("bf16 compute", 0.08, 0.25, 0.1, 0.9, quantile=0.95)
     if storage != torch.float32:

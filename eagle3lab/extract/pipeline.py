@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from rich.console import Console
-from torch import Tensor
 
 from eagle3lab.config.errors import Problem, UserError
-from eagle3lab.config.schema import DataConfig, ExtractorConfig, HardwareConfig, ModelConfig
-from eagle3lab.engines.base import Engine
-from eagle3lab.engines.select import DTYPES, build_engine, pick_device
-from eagle3lab.extract.batches import plan_batches
+from eagle3lab.config.schema import Backend, DataConfig, ExtractorConfig, HardwareConfig, ModelConfig
+from eagle3lab.engines.base import Engine, EngineError, SecondOpinion
+from eagle3lab.engines.select import DTYPES, build_engine, pick_backend, pick_device
+from eagle3lab.extract.alignment import SelfTestReport, tolerance_for
+from eagle3lab.extract.capture import capture_shards, timed
 from eagle3lab.extract.progress import CaptureProgress
-from eagle3lab.extract.reference import reference_forward
-from eagle3lab.extract.report import ExtractReport, append_log
+from eagle3lab.extract.reference import Reference, reference_forward
+from eagle3lab.extract.report import ExtractReport, append_log, lost_rows_error
+from eagle3lab.extract.second_opinion import compare_captures, engine_references, reference_fits
 from eagle3lab.extract.self_test import MAX_TOKENS, STORE_DTYPES, sample_indices, self_test_engine
 from eagle3lab.rows.build import build_rows
 from eagle3lab.rows.rows import Row, RowSet
@@ -26,6 +26,9 @@ from eagle3lab.rows.sample import describe_sample
 from eagle3lab.rows.tokenizer import load_tokenizer
 from eagle3lab.store.disk import check_free_space, estimate_bytes
 from eagle3lab.store.manifest import Manifest, VerifierIdentity, is_store, read_manifest
+from eagle3lab.store.merge import part_directory
+from eagle3lab.store.plan import rows_of_part
+from eagle3lab.store.shards import DTYPES as STATE_DTYPES
 from eagle3lab.store.writer import StoreWriter
 from eagle3lab.verifier.facts import VerifierFacts, read_facts, weight_fingerprint
 from eagle3lab.verifier.layer_ids import check_aux_layer_ids, default_aux_layer_ids
@@ -53,56 +56,83 @@ def extract_store(
     """
     console = console or Console()
     seconds: dict[str, float] = {}
-    with _timed(seconds, "fetch"):
+    with timed(seconds, "fetch"):
         path = locate_verifier(model)
     facts = read_facts(path)
     layer_ids = resolve_layer_ids(model, extract, facts)
-    if model.trust_remote_code:
-        _say(console, f"model.trust_remote_code=true: code that lies in {path} will be run")
-    with _timed(seconds, "rows"):
+    with timed(seconds, "rows"):
         rowset = build_rows(data, model, facts, num_workers=extract.num_render_workers)
         if not rowset.rows:
             raise UserError(Problem("no conversation became a row", "\n".join(rowset.accounting.lines())))
     manifest = plan_manifest(model, facts, rowset, layer_ids, extract.dtype.value)
-    num_bytes = estimate_bytes(rowset.num_tokens, facts.hidden_size, len(layer_ids), manifest.dtype)
-    report = ExtractReport(store, len(rowset.rows), rowset.num_tokens, num_bytes, seconds=seconds)
+    manifest = replace(manifest, part=extract.part, num_parts=extract.num_parts)
+    whole, store = store, part_directory(store, extract.part, extract.num_parts)
+    own = rows_of_part(rowset.rows, extract.shard_tokens, extract.part, extract.num_parts)
+    num_tokens = sum(len(row.input_ids) for row in own)
+    num_bytes = estimate_bytes(num_tokens, facts.hidden_size, len(layer_ids), manifest.dtype)
+    report = ExtractReport(store, len(own), num_tokens, num_bytes, seconds=seconds)
+    if extract.num_parts > 1:
+        _say(console, _part_line(whole, extract.part, extract.num_parts, len(own), len(rowset.rows)))
 
     pending_tokens = _open_existing(store, manifest, rowset.rows, extract.shard_tokens, console)
     if pending_tokens == 0:
-        _say(console, rowset.accounting.lines()[0])
+        _say(console, "\n".join(rowset.accounting.lines()))
         return report
     _say(console, describe_sample(rowset, load_tokenizer(model, path)))
     _refuse_full_disk(store, pending_tokens, manifest, console)
 
     dtype, device = DTYPES[hardware.precision], pick_device(hardware)
-    store_dtype = STORE_DTYPES[manifest.dtype]
-    with _timed(seconds, "self_test"):
-        picks = sample_indices([len(row.input_ids) for row in rowset.rows], extract.self_test_rows)
-        references = reference_forward(
+    picks = sample_indices([len(row.input_ids) for row in rowset.rows], extract.self_test_rows)
+    samples = [rowset.rows[i].input_ids[:MAX_TOKENS] for i in picks]
+    references = None
+    if pick_backend(extract.backend, device) is Backend.hf or reference_fits(path, dtype, device):
+        with timed(seconds, "self_test"):
+            references = reference_forward(
+                path,
+                facts,
+                samples,
+                dtype=dtype,
+                device=device,
+                trust_remote_code=model.trust_remote_code,
+            )
+    with timed(seconds, "load"):
+        engine = build_engine(
+            extract.backend,
             path,
             facts,
-            [rowset.rows[i].input_ids[:MAX_TOKENS] for i in picks],
+            model,
+            layer_ids=layer_ids,
             dtype=dtype,
             device=device,
-            trust_remote_code=model.trust_remote_code,
+            max_len=max(len(row.input_ids) for row in rowset.rows),
+            batch_tokens=extract.batch_tokens,
+            parallel=hardware.engine,
+            scratch_dir=Path(extract.scratch_dir) if extract.scratch_dir else None,
         )
-    with _timed(seconds, "load"):
-        engine = build_engine(extract.backend, path, facts, model, dtype=dtype, device=device)
     try:
-        with _timed(seconds, "self_test"):
-            edge = load_edge_weights(facts, parts=("head", "norm"))
-            report.self_test = self_test_engine(
-                engine, references, layer_ids, facts, edge, compute_dtype=dtype, store_dtype=store_dtype
+        with timed(seconds, "self_test"):
+            report.self_test = _self_test(
+                engine, references, samples, layer_ids, facts, dtype, manifest, console
             )
-            del references, edge
-        _say(console, f"alignment self-test passed: {report.self_test}")
+            del references
         manifest = replace(manifest, engine={"name": engine.name, **engine.versions()})
         with StoreWriter(store, manifest, rowset.rows, extract.shard_tokens) as writer:
             _capture(engine, writer, layer_ids, extract.batch_tokens, report, console)
-            writer.finish()
+            if not report.lost:
+                writer.finish()
+    except EngineError as error:
+        raise UserError(
+            Problem(
+                f"the engine failed: {error}",
+                expected="an answer for every row",
+                fix="the same command again: what is in the store is not captured again",
+            )
+        ) from error
     finally:
         engine.close()
     append_log(report)
+    if report.lost:
+        raise lost_rows_error(report)
     return report
 
 
@@ -138,6 +168,7 @@ def plan_manifest(
         dtype=dtype,
         engine={},
         accounting=rowset.accounting.as_dict(),
+        row_settings={"template_args": dict(model.template_args), "max_len": rowset.max_len},
     )
 
 
@@ -146,7 +177,8 @@ def _open_existing(
 ) -> int:
     """Tokens that are still to be captured; refuses a store of another plan before a model is loaded."""
     if not is_store(store):
-        return sum(len(row.input_ids) for row in rows)
+        own = rows_of_part(rows, shard_tokens, manifest.part, manifest.num_parts)
+        return sum(len(row.input_ids) for row in own)
     as_stored = replace(manifest, engine=read_manifest(store).engine)  # compared once the engine runs
     with StoreWriter(store, as_stored, rows, shard_tokens) as writer:
         pending = sum(len(row.input_ids) for _, shard in writer.pending() for row in shard)
@@ -161,6 +193,13 @@ def _open_existing(
     return pending
 
 
+def _part_line(whole: Path, part: int, num_parts: int, num_rows: int, num_all: int) -> str:
+    return (
+        f"part {part} of {num_parts}: {num_rows:,} of {num_all:,} rows. When all parts are there, join them: "
+        f"python -m eagle3lab store merge {whole} {whole}.part*of{num_parts}"
+    )
+
+
 def _refuse_full_disk(store: Path, num_tokens: int, manifest: Manifest, console: Console) -> None:
     hidden_size, num_ids = manifest.verifier.hidden_size, len(manifest.layer_ids)
     needed = estimate_bytes(num_tokens, hidden_size, num_ids, manifest.dtype)
@@ -173,6 +212,40 @@ def _refuse_full_disk(store: Path, num_tokens: int, manifest: Manifest, console:
     check_free_space(store, needed)
 
 
+def _self_test(
+    engine: Engine,
+    references: Sequence[Reference] | None,
+    samples: Sequence[Sequence[int]],
+    layer_ids: Sequence[int],
+    facts: VerifierFacts,
+    dtype: torch.dtype,
+    manifest: Manifest,
+    console: Console,
+) -> SelfTestReport:
+    """The engine's states against a plain transformers forward and against its own second capture.
+
+    Without references (the verifier does not fit a second time) the second capture stands in for them.
+    """
+    store_dtype = STORE_DTYPES[manifest.dtype]
+    by_itself = references is None
+    edge = load_edge_weights(facts, parts=("embedding", "head", "norm") if by_itself else ("head", "norm"))
+    if references is None:
+        if not isinstance(engine, SecondOpinion):
+            raise ValueError(f"engine {engine.name!r} has no second capture and there is no reference")
+        references = engine_references(engine, samples, facts, edge)
+        _say(console, "the verifier does not fit beside the engine: the self-test uses hooks in the engine")
+    report = self_test_engine(
+        engine, references, layer_ids, facts, edge, compute_dtype=dtype, store_dtype=store_dtype
+    )
+    _say(console, f"alignment self-test passed: {report}")
+    if not by_itself:
+        errors = compare_captures(engine, samples, layer_ids, facts, tolerance_for(dtype, dtype))
+        if errors:
+            figures = ", ".join(f"{name}: {error:.1e}" for name, error in errors.items())
+            _say(console, f"second capture by hooks agrees, largest relative error {{{figures}}}")
+    return report
+
+
 def _capture(
     engine: Engine,
     writer: StoreWriter[Row],
@@ -181,32 +254,17 @@ def _capture(
     report: ExtractReport,
     console: Console,
 ) -> None:
-    store_dtype = STORE_DTYPES[writer.manifest.dtype]
-    pending = list(writer.pending())
-    total = sum(len(row.input_ids) for _, shard in pending for row in shard)
+    total = sum(len(row.input_ids) for _, shard in writer.pending() for row in shard)
     with CaptureProgress(console, total) as progress:
-        for number, shard in pending:
-            captured: dict[int, tuple[Row, Tensor, Tensor, Tensor]] = {}
-            for batch in plan_batches([len(row.input_ids) for row in shard], batch_tokens):
-                with _timed(report.seconds, "capture"):
-                    rows = [shard[i] for i in batch]
-                    for i, states in zip(
-                        batch, engine.capture([r.input_ids for r in rows], layer_ids), strict=True
-                    ):
-                        aux, last = states.aux.to(store_dtype), states.last.to(store_dtype)
-                        captured[i] = (shard[i], aux, last, states.token_ids)
-                progress.advance(sum(len(row.input_ids) for row in rows))
-            with _timed(report.seconds, "write"):
-                writer.write_shard(number, [captured[i] for i in range(len(shard))])
-            report.num_captured_rows += len(shard)
-            report.num_captured_tokens += sum(len(row.input_ids) for row in shard)
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+        capture_shards(
+            engine,
+            writer,
+            layer_ids,
+            batch_tokens=batch_tokens,
+            store_dtype=STATE_DTYPES[writer.manifest.dtype],
+            report=report,
+            progress=progress,
+        )
 
 
 def _say(console: Console, text: str) -> None:

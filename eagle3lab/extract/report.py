@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.extract.alignment import SelfTestReport
 from eagle3lab.store.files import write_text
 
 LOG_FILE = "logs/extract.json"
+MAX_NAMED = 20  # ids in a message; the log has all
 
 
 @dataclass
@@ -25,6 +28,7 @@ class ExtractReport:
     num_captured_rows: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # rows, load, self_test, capture, write
     self_test: SelfTestReport | None = None  # None: nothing was left to capture
+    lost: dict[str, str] = field(default_factory=dict)  # "file:line (row id)" -> why the engine failed twice
 
     @property
     def already_complete(self) -> bool:
@@ -63,7 +67,26 @@ class ExtractReport:
             "tokens_per_second": self.tokens_per_second,
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
             "self_test": self.self_test.to_json() if self.self_test else None,
+            "lost": self.lost,
         }
+
+
+def lost_rows_error(report: ExtractReport) -> UserError:
+    """How a run ends that lost rows: their ids, the reasons by count, and what the next run does."""
+    reasons = Counter(reason.partition(":")[0] for reason in report.lost.values())
+    counts = ", ".join(f"{reason} {count}" for reason, count in sorted(reasons.items()))
+    ids = list(report.lost)
+    more = f" and {len(ids) - MAX_NAMED:,} more" if len(ids) > MAX_NAMED else ""
+    return UserError(
+        Problem(
+            f"{len(ids):,} of {report.num_rows:,} rows were lost, the engine failed on each of them twice "
+            f"({counts}); {report.num_captured_rows:,} were captured by this run. Lost: "
+            f"{', '.join(ids[:MAX_NAMED])}{more}",
+            expected="the states of every row; the store is not complete",
+            fix=f"the same command again: it tries the lost rows alone. Every id and reason is in "
+            f"{report.store / LOG_FILE}",
+        )
+    )
 
 
 def append_log(report: ExtractReport) -> None:

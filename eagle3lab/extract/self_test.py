@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from eagle3lab.config.errors import IntegrityError, Problem
 from eagle3lab.engines.base import Engine, States, check_states
 from eagle3lab.extract.alignment import SelfTestReport, Tolerance, measure, tolerance_for
 from eagle3lab.extract.diagnose import diagnose
 from eagle3lab.extract.reference import Reference, reference_forward
+from eagle3lab.store.fp8 import FP8, dequantize, quantize
 from eagle3lab.store.reader import StoreReader
 from eagle3lab.verifier.facts import VerifierFacts
 from eagle3lab.verifier.weights import EdgeWeights, load_edge_weights
 
 MAX_TOKENS = 512  # of one sampled row; a causal state does not depend on what follows
-STORE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+STORE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8_e4m3": FP8}
 
 
 def sample_indices(lengths: Sequence[int], num_rows: int) -> list[int]:
@@ -48,7 +50,8 @@ def self_test_engine(
     samples = []
     for states, row in zip(engine.capture(rows, layer_ids), rows, strict=True):
         check_states(states, row, len(layer_ids), facts.hidden_size)
-        samples.append(States(states.token_ids, states.aux.to(store_dtype), states.last.to(store_dtype)))
+        aux = as_stored(states.aux, store_dtype, facts.hidden_size)
+        samples.append(States(states.token_ids, aux, as_stored(states.last, store_dtype, facts.hidden_size)))
     return check_alignment(
         samples,
         references,
@@ -59,6 +62,13 @@ def self_test_engine(
         where=f"engine {engine.name!r}",
         fix="extract.backend=hf, or another version of the engine; nothing was written",
     )
+
+
+def as_stored(states: Tensor, store_dtype: torch.dtype, hidden_size: int) -> Tensor:
+    """States [T, n * hidden_size] as a store of that dtype gives them back."""
+    if store_dtype == FP8:
+        return dequantize(*quantize(states.to(torch.bfloat16), hidden_size), hidden_size)
+    return states.to(store_dtype)
 
 
 def self_test_store(

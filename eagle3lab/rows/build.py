@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -26,6 +27,7 @@ from eagle3lab.rows.rows import (
 from eagle3lab.rows.split import num_prefixes, split_of
 from eagle3lab.rows.tokenizer import (
     Tokenizer,
+    is_other_tokenizer,
     load_tokenizer,
     special_tokens,
     template_args_hash,
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from eagle3lab.verifier.facts import VerifierFacts
 
 CHUNK = 32  # conversations a worker takes at a time
+CONVERSATIONS_PER_WORKER = 2000  # seconds of rendering, against seconds to start a process
+MAX_WORKERS = 16
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,12 @@ class Built:
     noted: Counter[str] = field(default_factory=Counter)
 
 
-def build_rows(data: DataConfig, model: ModelConfig, facts: VerifierFacts, *, num_workers: int = 0) -> RowSet:
+def build_rows(
+    data: DataConfig, model: ModelConfig, facts: VerifierFacts, *, num_workers: int | None = 0
+) -> RowSet:
     """Read, render, mask, cap and split; the result is the same for any `num_workers`.
 
+    `num_workers` counts processes beside this one; None starts as many as the data is worth.
     Rows come in the order of reading. A row holds at most `data.max_len` tokens and never more than
     the verifier has positions. Once the kept rows hold `data.max_tokens` tokens, the remaining
     conversations are counted as `beyond_max_tokens`.
@@ -81,6 +88,8 @@ def build_rows(data: DataConfig, model: ModelConfig, facts: VerifierFacts, *, nu
     if prefixes:
         account.noted["prefix_of_longer"] = prefixes
 
+    if num_workers is None:
+        num_workers = worthwhile_workers(len(conversations))
     rows: list[Row] = []
     num_tokens = 0
     with _outcomes(conversations, tokenizer, recipe, model, facts.path, num_workers) as outcomes:
@@ -99,6 +108,8 @@ def build_rows(data: DataConfig, model: ModelConfig, facts: VerifierFacts, *, nu
                     account.drop("beyond_max_tokens", left_out.record_id)
                 break
     account.rows = len(rows)
+    if account.kept and is_other_tokenizer(model, facts.path):
+        account.noted["tokenizer_not_beside_the_weights"] = account.kept
     assert account.balanced(), "a conversation was neither kept nor dropped"
     if not rows:
         raise UserError("no conversation became a row\n    " + "\n    ".join(account.lines()))
@@ -113,11 +124,23 @@ def build_rows(data: DataConfig, model: ModelConfig, facts: VerifierFacts, *, nu
     )
 
 
+def worthwhile_workers(num_conversations: int) -> int:
+    """Processes that render faster than this one alone, their start included; 0 for few conversations."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(MAX_WORKERS, usable, num_conversations // CONVERSATIONS_PER_WORKER)
+    return workers if workers > 1 else 0
+
+
 def make_recipe(data: DataConfig, model: ModelConfig, facts: VerifierFacts, tokenizer: Tokenizer) -> Recipe:
     """The settings of one build; the end tokens are the verifier's and the tokenizer's together."""
     ends = {*facts.eos_token_ids, tokenizer.eos_token_id} - {None}
     return Recipe(
-        rules=Rules(template_arguments(tokenizer, model), frozenset(ends), special_tokens(tokenizer)),
+        rules=Rules(
+            template_arguments(tokenizer, model),
+            frozenset(ends),
+            special_tokens(tokenizer),
+            getattr(tokenizer, "bos_token_id", None),
+        ),
         vocab_size=facts.vocab_size,
         max_len=min(data.max_len, facts.max_positions),
         too_long=data.too_long,

@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ ASSET_PREFIX = "asset:"
 SUFFIXES = (".jsonl", ".json")
 COMPRESSED = (".xz", ".gz")
 BOM = b"\xef\xbb\xbf"
+MAX_DEPTH = 100  # of nested lists and objects; Python's own limit would end the run
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,51 @@ def _open(path: Path) -> IO[bytes]:
 
 def _line(source: str, line: bytes) -> Record:
     try:
-        return Record(source, json.loads(line.decode("utf-8")))
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are both ValueErrors
+        return Record(source, _parse(line))
+    except ValueError as error:
         return Record(source, error=str(error))
+
+
+def _parse(data: bytes) -> Any:
+    """Raises ValueError for what is no JSON text, and for what JSON readers take in different ways."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_deep(value):
+        raise ValueError(f"nested more than {MAX_DEPTH} deep")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return value
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _array(spec: str, data: bytes) -> Iterator[Record]:
     try:
-        values = json.loads(data.decode("utf-8"))
+        values = _parse(data)
     except ValueError as error:
         line = getattr(error, "lineno", 1)
         yield Record(f"{spec}:{line}", error=str(error))

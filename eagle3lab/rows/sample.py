@@ -26,10 +26,11 @@ def describe_sample(rowset: RowSet, tokenizer: Tokenizer, num_rows: int = 3) -> 
         f"{rowset.num_rows('train')} train and {rowset.num_rows('validation')} validation rows, "
         f"at most {rowset.max_len} tokens each",
     ]
-    return "\n".join(head + [_describe_row(row, tokenizer) for row in rows[::step][:num_rows]])
+    return "\n".join(head + [describe_row(row, tokenizer) for row in rows[::step][:num_rows]])
 
 
-def _describe_row(row: Row, tokenizer: Tokenizer) -> str:
+def describe_row(row: Row, tokenizer: Tokenizer) -> str:
+    """One row as text, its supervised stretches in double brackets."""
     pieces = []
     pairs = zip(row.input_ids, row.loss_mask, strict=True)
     for supervised, group in groupby(pairs, key=lambda pair: pair[1]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -65,7 +66,7 @@ def load_tokenizer(model: ModelConfig, path: Path) -> Tokenizer:
         tokenizer = AutoTokenizer.from_pretrained(
             directory, trust_remote_code=model.trust_remote_code, local_files_only=True
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # damaged files raise anything, plain Exception included
         raise UserError(_load_problem(directory, model, error)) from error
     if model.template is not None:
         tokenizer.chat_template = _read_template(model.template)
@@ -144,6 +145,13 @@ def tokenizer_hash(model: ModelConfig, path: Path) -> str:
         kept = {key: value for key, value in settings.items() if key not in PRESENTATION_KEYS}
         digest.update(json.dumps(kept, sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def is_other_tokenizer(model: ModelConfig, path: Path) -> bool:
+    """Whether `model.tokenizer` makes other ids than the tokenizer that lies beside the verifier's weights."""
+    own = (path / "tokenizer_config.json").is_file() or (path / "tokenizer.json").is_file()
+    beside = replace(model, tokenizer=None)
+    return model.tokenizer is not None and own and tokenizer_hash(model, path) != tokenizer_hash(beside, path)
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:

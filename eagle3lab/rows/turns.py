@@ -31,6 +31,7 @@ class Rules:
     arguments: dict[str, Any]  # of the template
     end_token_ids: frozenset[int]
     special_tokens: dict[str, int]
+    bos_token_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ def build_turns(
     Reasons of `dropped`: `template_error`, `assistant_first` (no user turn before it),
     `empty_answer` (white space at most, and neither tool call nor reasoning),
     `boundary_unstable` (the rendered turn does not continue its served prompt),
+    `empty_prompt`, `two_bos` (serving would be fed nothing, or begin with the BOS token twice),
+    `template_not_deterministic` (the same messages rendered twice are not the same),
     `answer_not_rendered` (the template writes nothing for it; noted only if it writes an end token).
     """
     result = Turns()
@@ -81,21 +84,25 @@ def build_turns(
     if not answers:
         result.dropped["no_assistant_turn"] += 1
         return result
+    if answers[-1] != len(messages) - 1:
+        messages = messages[: answers[-1] + 1]
+        result.repaired["trailing_turns_cut"] += 1
     try:
-        render_text(tokenizer, messages, rules.arguments, tools, generation_prompt=False)
+        whole = render_text(tokenizer, messages, rules.arguments, tools, generation_prompt=False)
     except Refused as error:
         result.dropped["template_error"] += len(answers)
         result.detail = str(error)
         return result
     _note_contents(tokenizer, messages, tools, rules, result.noted)
-    if answers[-1] != len(messages) - 1:
-        result.repaired["trailing_turns_cut"] += 1
 
-    completions = []
+    completions: list[Completion] = []
     for index in answers:
         outcome = _completion(tokenizer, messages[: index + 1], tools, rules, result)
         if outcome is not None:
             completions.append(outcome)
+    if completions and _rendered_again(tokenizer, messages, tools, rules, outcome) != whole:
+        result.dropped["template_not_deterministic"] += len(completions)
+        return result
     result.rows = _group(completions, result.noted)
     return result
 
@@ -123,6 +130,12 @@ def _completion(
         result.detail = result.detail or str(error)
         return None
     prompt, full = encode(tokenizer, prompt_text), encode(tokenizer, full_text)
+    if not prompt:
+        result.dropped["empty_prompt"] += 1
+        return None
+    if rules.bos_token_id is not None and prompt[:2] == [rules.bos_token_id] * 2:
+        result.dropped["two_bos"] += 1
+        return None
     if full[: len(prompt)] == prompt:
         completion = full[len(prompt) :]
     else:
@@ -140,6 +153,22 @@ def _completion(
     if not decode(tokenizer, completion[: length - ends]).strip():
         result.noted["answer_not_rendered"] += 1  # a call or reasoning the template leaves out
     return Completion(prompt_text, full_text, prompt, completion, length)
+
+
+def _rendered_again(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    rules: Rules,
+    last: Completion | None,
+) -> str | None:
+    """The whole conversation's text for a second time; the last turn has it, if it was not dropped."""
+    if last is not None:
+        return last.full_text
+    try:
+        return render_text(tokenizer, messages, rules.arguments, tools, generation_prompt=False)
+    except Refused:
+        return None
 
 
 def _separate(

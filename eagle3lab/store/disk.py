@@ -7,15 +7,17 @@ from pathlib import Path
 
 from eagle3lab.config.errors import Problem, UserError
 
-BYTES_PER_VALUE = {"bfloat16": 2, "float32": 4}
+BYTES_PER_VALUE = {"bfloat16": 2, "float32": 4, "float8_e4m3": 1}
+BYTES_PER_SCALE = {"float8_e4m3": 4}  # one for every token and state
 
 
 def estimate_bytes(num_tokens: int, hidden_size: int, num_layer_ids: int, dtype: str) -> int:
     """Bytes of the hidden states: tokens x (aux layers + the last state) x hidden x bytes per value.
 
-    Ids and masks add 9 bytes per token, which is below 0.1 % from hidden 2048 on.
+    fp8 adds its scales. Ids and masks add 9 bytes per token, which is below 0.1 % from hidden 2048 on.
     """
-    return num_tokens * (num_layer_ids + 1) * hidden_size * BYTES_PER_VALUE[dtype]
+    bytes_per_state = hidden_size * BYTES_PER_VALUE[dtype] + BYTES_PER_SCALE.get(dtype, 0)
+    return num_tokens * (num_layer_ids + 1) * bytes_per_state
 
 
 def check_free_space(path: Path, num_bytes: int) -> None:

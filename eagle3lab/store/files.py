@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.config.errors import IntegrityError, Problem, UserError
 
 TEMPORARY_SUFFIX = ".tmp"
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -51,9 +51,12 @@ def sync_directory(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Hex sha256 of a file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Hex sha256 of a file's bytes. Raises IntegrityError when the file is missing."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError as error:
+        raise IntegrityError(Problem(f"{path} is missing")) from error
 
 
 @contextlib.contextmanager

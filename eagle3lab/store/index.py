@@ -11,6 +11,8 @@ from typing import Any
 
 from eagle3lab.config.errors import IntegrityError, Problem
 from eagle3lab.store.files import disk_errors, write_text
+from eagle3lab.store.identity import plan_hash
+from eagle3lab.store.manifest import Manifest
 
 INDEX_FILE = "index.jsonl"
 SHARD_DIRECTORY = "shards"
@@ -94,6 +96,28 @@ def read_index(path: Path) -> tuple[list[ShardEntry], bool]:
     return entries, torn
 
 
+def check_totals(path: Path, manifest: Manifest, entries: Sequence[ShardEntry], torn: bool) -> None:
+    """Raise IntegrityError unless the entries are the whole plan of the manifest, row for row and in order."""
+    rows = [row for entry in entries for row in entry.rows]
+    found = {
+        "torn last index line": torn,
+        "num_rows": len(rows),
+        "num_tokens": sum(row.length for row in rows),
+        "num_supervised": sum(row.supervised for row in rows),
+        "planned_rows_hash": plan_hash(
+            (row.row_id, row.conversation_id, row.split, row.length, row.supervised) for row in rows
+        ),
+    }
+    expected = {name: getattr(manifest, name, False) for name in found}
+    problems = [
+        Problem(f"{path}: {name} of the index", value, expected=f"{expected[name]} as in the manifest")
+        for name, value in found.items()
+        if value != expected[name]
+    ]
+    if problems:
+        raise IntegrityError(*problems)
+
+
 def write_index(path: Path, entries: Sequence[ShardEntry]) -> None:
     """Replace the whole index, at once or not at all."""
     write_text(path / INDEX_FILE, "".join(entry.to_line() for entry in entries))
@@ -102,13 +126,14 @@ def write_index(path: Path, entries: Sequence[ShardEntry]) -> None:
 def append_entry(path: Path, entry: ShardEntry) -> None:
     """Add one line and fsync it. On a full disk the index is cut back to what it was."""
     file = path / INDEX_FILE
-    with open(file, "ab") as index:
+    # unbuffered: what a full disk refused must not be tried again when the file is closed
+    with disk_errors(file), open(file, "ab", buffering=0) as index:
         before = index.tell()
+        line = memoryview(entry.to_line().encode())
         try:
-            with disk_errors(file):
-                index.write(entry.to_line().encode())
-                index.flush()
-                os.fsync(index.fileno())
+            while line:
+                line = line[index.write(line) :]
+            os.fsync(index.fileno())
         except BaseException:
             os.ftruncate(index.fileno(), before)
             raise

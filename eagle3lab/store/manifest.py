@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from eagle3lab.store.disk import BYTES_PER_VALUE
 from eagle3lab.store.files import write_text
 
 FORMAT = "eagle3lab-store"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)  # 1 had no checksums of the manifest and the small files, and no parts
 MANIFEST_FILE = "manifest.json"
 LAYER_CONVENTION = "hf_hidden_states"  # id k is the output of decoder layer k, counted from 1
 LAST_STATE = "pre_norm"  # residual stream after the last layer, before the final norm
 
 _MEANING = {"planned_rows_hash": "planned_rows_hash (the rows, their order or their split)"}
-_WRITTEN_LATER = ("complete", "accounting", "format_version")
+_WRITTEN_LATER = ("complete", "accounting", "row_settings", "format_version", "checksums")
 _OF_UNFINISHED_WORK = ("engine", "shard_tokens")
 
 
@@ -39,7 +41,11 @@ class VerifierIdentity:
 
 @dataclass(kw_only=True)
 class Manifest:
-    """The contents of `manifest.json`. The writer fills the totals, `planned_rows_hash` and `complete`."""
+    """The contents of `manifest.json`. The writer fills the totals, `planned_rows_hash`, `complete` and
+    `checksums`.
+
+    A part holds the shards `part`, `part + num_parts`, ... of the plan; totals and plan are the whole's.
+    """
 
     format_version: int = FORMAT_VERSION
     verifier: VerifierIdentity
@@ -49,21 +55,35 @@ class Manifest:
     layer_ids: tuple[int, ...]
     layer_convention: str = LAYER_CONVENTION
     last_state: str = LAST_STATE
-    dtype: str  # "bfloat16" or "float32"
+    dtype: str  # "bfloat16", "float32", or "float8_e4m3" with an fp32 scale per token and slot
     engine: dict[str, str]  # name and versions
     accounting: dict[str, Any] = field(default_factory=dict)
+    row_settings: dict[str, Any] = field(default_factory=dict)  # in words what the hashes decide
     num_rows: int = 0
     num_tokens: int = 0
     num_supervised: int = 0
     complete: bool = False
     planned_rows_hash: str = ""
     shard_tokens: int = 0
+    part: int = 0
+    num_parts: int = 1
+    checksums: dict[str, str] = field(default_factory=dict)  # sha256 of the index and of the token counts
 
     def __post_init__(self) -> None:
         self.layer_ids = tuple(int(k) for k in self.layer_ids)
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=2, sort_keys=True) + "\n"
+        values = json.loads(json.dumps({"format": FORMAT, **asdict(self)}))
+        return json.dumps({**values, "sha256": _seal(values)}, indent=2, sort_keys=True) + "\n"
+
+    def of_whole(self) -> Manifest:
+        """What the parts of a store have in common: the manifest of the finished whole."""
+        return replace(self, part=0, num_parts=1, complete=True, checksums={})
+
+
+def _seal(values: dict[str, Any]) -> str:
+    """sha256 of everything that a manifest says."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def is_store(path: Path) -> bool:
@@ -72,8 +92,11 @@ def is_store(path: Path) -> bool:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether `path` is a finished store, by its manifest alone."""
-    return is_store(path) and read_manifest(path).complete
+    """Whether `path` is a finished store and no part of one, by its manifest alone."""
+    if not is_store(path):
+        return False
+    manifest = read_manifest(path)
+    return manifest.complete and manifest.num_parts == 1
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -90,13 +113,17 @@ def read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST_FILE
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
+        seal = values.pop("sha256", None)
+        found = _seal(values)
         if values.pop("format") != FORMAT:
             raise ValueError("it is not marked as a store")
         version = values["format_version"]
-        if version == FORMAT_VERSION:
+        if version in READABLE_VERSIONS:
             verifier = VerifierIdentity(**values.pop("verifier"))
             manifest = Manifest(verifier=verifier, **values)
             _check_fields(manifest)
+            if version > 1 and seal != found:
+                raise ValueError(f"it was changed after it was written: its sha256 is {found}, not {seal}")
             return manifest
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(Problem(f"{file} is not the manifest of a store ({error})")) from error
@@ -104,7 +131,7 @@ def read_manifest(path: Path) -> Manifest:
         Problem(
             f"{file} has another format version",
             value=version,
-            expected=f"{FORMAT_VERSION}",
+            expected=" or ".join(map(str, READABLE_VERSIONS)),
             fix="read it with the eagle3lab that wrote it, or extract it again into another store=DIRECTORY",
         )
     )
@@ -117,6 +144,8 @@ def _check_fields(manifest: Manifest) -> None:
         raise ValueError(f"layer_convention {manifest.layer_convention!r} is not {LAYER_CONVENTION!r}")
     if manifest.last_state != LAST_STATE:
         raise ValueError(f"last_state {manifest.last_state!r} is not {LAST_STATE!r}")
+    if not 0 <= manifest.part < manifest.num_parts:
+        raise ValueError(f"part {manifest.part} of {manifest.num_parts} does not exist")
     if not manifest.layer_ids or len(set(manifest.layer_ids)) != len(manifest.layer_ids):
         raise ValueError(f"layer_ids {manifest.layer_ids} are empty or repeated")
 
@@ -168,6 +197,21 @@ def check_identity(manifest: Manifest, verifier: Any, layer_ids: Sequence[int] =
 def _verifier_pairs(stored: VerifierIdentity, wanted: Any) -> list[tuple[str, Any, Any]]:
     names = [f.name for f in fields(VerifierIdentity) if f.name != "name" and hasattr(wanted, f.name)]
     return [(name, getattr(stored, name), getattr(wanted, name)) for name in names]
+
+
+def check_template_args(manifest: Manifest, template_args: Mapping[str, Any]) -> None:
+    """Raise UserError when the store's rows were rendered with other arguments of the chat template."""
+    stored = manifest.row_settings.get("template_args")
+    if stored is not None and stored != dict(template_args):
+        words = ", ".join(f"{key}: {json.dumps(value)}" for key, value in stored.items())
+        raise UserError(
+            Problem(
+                "model.template_args are not those that the store's rows were rendered with",
+                value=dict(template_args),
+                expected=f"{stored}",
+                fix=f"'model.template_args={{{words}}}', or extract.py again into another store=DIRECTORY",
+            )
+        )
 
 
 def check_layer_ids(manifest: Manifest, layer_ids: Sequence[int]) -> None:

@@ -10,14 +10,13 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from eagle3lab.config.errors import IntegrityError, Problem, UserError
 from eagle3lab.store.checks import check_states, slot_names
 from eagle3lab.store.files import sha256_of
-from eagle3lab.store.identity import plan_hash, row_id_of
-from eagle3lab.store.index import ShardEntry, read_index, shard_file
+from eagle3lab.store.identity import row_id_of
+from eagle3lab.store.index import ShardEntry, check_totals, read_index, shard_file
 from eagle3lab.store.manifest import Manifest, is_store, read_manifest
 from eagle3lab.store.shards import (
     AUX,
@@ -28,7 +27,9 @@ from eagle3lab.store.shards import (
     TOKEN_COUNTS,
     TOKEN_COUNTS_FILE,
     check_header,
+    decode,
     open_shard,
+    slice_states,
 )
 
 _OPEN_SHARDS = 8
@@ -77,6 +78,14 @@ class StoreReader:
                 )
             )
         self.manifest = read_manifest(self.path)
+        if self.manifest.num_parts > 1:
+            raise UserError(
+                Problem(
+                    f"{self.path} is only part {self.manifest.part} of {self.manifest.num_parts} of a store",
+                    expected="the joined store",
+                    fix="python -m eagle3lab store merge WHOLE PART PART ...",
+                )
+            )
         if not self.manifest.complete:
             raise UserError(
                 Problem(
@@ -101,45 +110,51 @@ class StoreReader:
         """Positions in `rows` of one split, in store order."""
         return [i for i, row in enumerate(self.rows) if row.split == split]
 
-    def read(self, i: int, columns: Sequence[int] | None = None, *, copy: bool = True) -> dict[str, Tensor]:
+    def read(
+        self, i: int, columns: Sequence[int] | None = None, *, copy: bool = True, raw: bool = False
+    ) -> dict[str, Tensor]:
         """One row as it was written, copied out of the mapped shard. Safe to call from several threads.
 
         `copy=False` may return states that lie in the mapped file: for a reader that copies them anyway, and
         never writes to them.
         `columns` selects aux slots by their position in `manifest.layer_ids` (default: all). Returns
         input_ids [T] int64, loss_mask [T] uint8, aux_hidden_states [T, n * hidden] and
-        verifier_last_hidden_states [T, hidden] in the store's dtype. Raises IntegrityError when the ids
-        and mask do not hash to the row's id, or a state is not finite or all zero.
+        verifier_last_hidden_states [T, hidden] in the store's dtype, or in bfloat16 for an fp8 store; with
+        `raw` that one gives float8_e4m3 states and their scales, aux_scales [T, n] and
+        verifier_last_scales [T, 1], instead. Raises IntegrityError when the ids and mask do not hash to the
+        row's id, or a state is not finite or all zero.
         """
         record = self.rows[i]
         shard = self._open(record.shard)
         tokens = slice(record.offset, record.offset + record.length)
         ids, mask = self._ids_and_mask(i)
-        hidden = self.manifest.verifier.hidden_size
         layer_ids = self.manifest.layer_ids
-        stored_aux = shard.get_slice(AUX)
-        if columns is None:
-            aux = stored_aux[tokens]
-        else:
-            aux = torch.cat([stored_aux[tokens, c * hidden : (c + 1) * hidden] for c in columns], dim=1)
+        if columns is not None:
             layer_ids = tuple(layer_ids[c] for c in columns)
-        last = shard.get_slice(LAST)[tokens]
+        stored = slice_states(shard, self.manifest, tokens, columns)
+        states = decode(stored, self.manifest, self._where(i))
         check_states(
-            aux,
-            last,
+            states[AUX],
+            states[LAST],
             length=record.length,
-            hidden_size=hidden,
+            hidden_size=self.manifest.verifier.hidden_size,
             slots=slot_names(layer_ids),
             dtype=DTYPES[self.manifest.dtype],
             where=self._where(i),
         )
+        if raw:
+            states = stored
         if copy:  # a slice is a view into the whole mapped file, writable within this process
-            aux, last = aux.clone(), last.clone()
-        return {INPUT_IDS: ids, LOSS_MASK: mask, AUX: aux, LAST: last}
+            states = {name: tensor.clone() for name, tensor in states.items()}
+        return {INPUT_IDS: ids, LOSS_MASK: mask, **states}
 
     def read_mask(self, i: int) -> Tensor:
         """The loss mask of one row, [T] uint8, without its states."""
         return self._ids_and_mask(i)[1]
+
+    def read_tokens(self, i: int) -> tuple[Tensor, Tensor]:
+        """Ids [T] int64 and mask [T] uint8 of one row, without its states."""
+        return self._ids_and_mask(i)
 
     def token_counts(self) -> Tensor:
         """How often each id is a supervised token of the train split: [vocab_size] int64."""
@@ -172,25 +187,11 @@ class StoreReader:
             for entry in entries
             for row in entry.rows
         ]
-        found = {
-            "torn last index line": torn,
-            "num_rows": len(self.rows),
-            "num_tokens": sum(row.length for row in self.rows),
-            "num_supervised": sum(row.supervised for row in self.rows),
-            "planned_rows_hash": plan_hash(
-                (row.row_id, row.conversation_id, row.split, row.length, row.supervised) for row in self.rows
-            ),
-        }
-        expected = {name: getattr(self.manifest, name, False) for name in found}
-        problems = [
-            Problem(
-                f"{self.path}: {name} of the index", value, expected=f"{expected[name]} as in the manifest"
-            )
-            for name, value in found.items()
-            if value != expected[name]
-        ]
-        if problems:
-            raise IntegrityError(*problems)
+        check_totals(self.path, self.manifest, entries, torn)
+        for name, expected in self.manifest.checksums.items():
+            digest = sha256_of(self.path / name)
+            if digest != expected:
+                raise IntegrityError(Problem(f"{self.path / name}: sha256", digest, expected=expected))
         return entries
 
     def _check_bytes(self, entries: Sequence[ShardEntry]) -> None:

@@ -1,9 +1,13 @@
-"""One shard: the concatenated rows of a few thousand tokens in one safetensors file."""
+"""One shard: the concatenated rows of a few thousand tokens in one safetensors file.
+
+In an fp8 store the two state tensors are float8_e4m3 and their scales, one per token and slot, lie beside
+them: aux_scales [N, n_aux] and verifier_last_scales [N, 1].
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +18,75 @@ from torch import Tensor
 
 from eagle3lab.config.errors import IntegrityError, Problem
 from eagle3lab.store.files import sha256_of, write_atomically
+from eagle3lab.store.fp8 import check_scales, dequantize, quantize
 from eagle3lab.store.manifest import FORMAT, Manifest
 
+FLOAT8 = "float8_e4m3"
 INPUT_IDS = "input_ids"
 LOSS_MASK = "loss_mask"
 AUX = "aux_hidden_states"
 LAST = "verifier_last_hidden_states"
+AUX_SCALES = "aux_scales"
+LAST_SCALES = "verifier_last_scales"
 TOKEN_COUNTS_FILE = "token_counts.safetensors"
 TOKEN_COUNTS = "token_counts"
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_HEADER_DTYPES = {"bfloat16": "BF16", "float32": "F32"}
+# a store's dtype -> that of the states which the writer takes and the reader gives
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, FLOAT8: torch.bfloat16}
+_HEADER_DTYPES = {"bfloat16": "BF16", "float32": "F32", FLOAT8: "F8_E4M3"}
 
 
 def write_shard(path: Path, manifest: Manifest, number: int, tensors: Mapping[str, Tensor]) -> str:
     """Write one shard at once or not at all; returns the sha256 of the file.
 
     tensors: input_ids [N] int64, loss_mask [N] uint8, aux_hidden_states [N, n_aux * hidden],
-    verifier_last_hidden_states [N, hidden].
+    verifier_last_hidden_states [N, hidden], as they are to lie in the file.
     """
     metadata = _metadata(manifest, number)
     write_atomically(path, lambda temporary: save_file(dict(tensors), temporary, metadata=metadata))
     return sha256_of(path)
+
+
+def encode(tensors: Mapping[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
+    """The tensors of one shard as the store's dtype keeps them: fp8 states with their scales, else as given."""
+    if manifest.dtype != FLOAT8:
+        return dict(tensors)
+    hidden = manifest.verifier.hidden_size
+    encoded = dict(tensors)
+    for name, scales_name in ((AUX, AUX_SCALES), (LAST, LAST_SCALES)):
+        encoded[name], encoded[scales_name] = quantize(tensors[name], hidden)
+    return encoded
+
+
+def decode(stored: Mapping[str, Tensor], manifest: Manifest, where: str) -> dict[str, Tensor]:
+    """aux_hidden_states [T, n * hidden] and verifier_last_hidden_states [T, hidden] in `DTYPES`.
+
+    Raises IntegrityError for scales that are not finite and positive.
+    """
+    if manifest.dtype != FLOAT8:
+        return dict(stored)
+    decoded = {}
+    for name, scales_name in ((AUX, AUX_SCALES), (LAST, LAST_SCALES)):
+        check_scales(stored[scales_name], f"{where}: {scales_name}")
+        decoded[name] = dequantize(stored[name], stored[scales_name], manifest.verifier.hidden_size)
+    return decoded
+
+
+def slice_states(
+    shard: Any, manifest: Manifest, tokens: slice, columns: Sequence[int] | None
+) -> dict[str, Tensor]:
+    """Views of the states of some tokens as they lie in an open shard; `columns` selects aux slots."""
+    hidden = manifest.verifier.hidden_size
+    widths = {AUX: hidden, AUX_SCALES: 1} if manifest.dtype == FLOAT8 else {AUX: hidden}
+    stored = {}
+    for name, width in widths.items():
+        part = shard.get_slice(name)
+        if columns is None:
+            stored[name] = part[tokens]
+        else:
+            stored[name] = torch.cat([part[tokens, c * width : (c + 1) * width] for c in columns], dim=1)
+    for name in (LAST, LAST_SCALES) if manifest.dtype == FLOAT8 else (LAST,):
+        stored[name] = shard.get_slice(name)[tokens]
+    return stored
 
 
 def open_shard(path: Path) -> Any:
@@ -54,6 +106,9 @@ def check_header(path: Path, manifest: Manifest, number: int, num_tokens: int) -
         AUX: ([num_tokens, len(manifest.layer_ids) * hidden], _HEADER_DTYPES[manifest.dtype]),
         LAST: ([num_tokens, hidden], _HEADER_DTYPES[manifest.dtype]),
     }
+    if manifest.dtype == FLOAT8:
+        expected[AUX_SCALES] = ([num_tokens, len(manifest.layer_ids)], "F32")
+        expected[LAST_SCALES] = ([num_tokens, 1], "F32")
     with open_shard(path) as file:
         found = {}
         for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -15,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from eagle3lab.config.errors import IntegrityError, Problem, UserError
+from eagle3lab.config.errors import IntegrityError, Problem
 from eagle3lab.store.checks import check_states, check_tokens, slot_names
-from eagle3lab.store.files import TEMPORARY_SUFFIX, write_atomically
+from eagle3lab.store.claim import claimed, remove_leftovers
+from eagle3lab.store.files import sha256_of, write_atomically
 from eagle3lab.store.identity import plan_hash, row_id_of
 from eagle3lab.store.index import (
     INDEX_FILE,
-    SHARD_DIRECTORY,
     RowEntry,
     ShardEntry,
     append_entry,
@@ -30,14 +28,13 @@ from eagle3lab.store.index import (
     write_index,
 )
 from eagle3lab.store.manifest import (
-    MANIFEST_FILE,
     Manifest,
     check_resumable,
     is_store,
     read_manifest,
     write_manifest,
 )
-from eagle3lab.store.plan import RowT, count_supervised_tokens, plan_shards
+from eagle3lab.store.plan import RowT, count_supervised_tokens, plan_shards, shards_of_part
 from eagle3lab.store.shards import (
     AUX,
     DTYPES,
@@ -47,6 +44,7 @@ from eagle3lab.store.shards import (
     TOKEN_COUNTS,
     TOKEN_COUNTS_FILE,
     check_header,
+    encode,
     write_shard,
 )
 
@@ -61,6 +59,7 @@ class StoreWriter(Generic[RowT]):
 
     An existing store at `path` is continued: indexed shards are skipped, a torn last index line is cut,
     a shard that is not indexed is written again. `notes` says what of that was done, for the user.
+    A manifest with `num_parts` > 1 makes this one part: only its own shards of the plan are pending.
 
     Raises UserError when `path` holds the store of another verifier, plan or layer ids (every differing
     field with both values), when it is no store, or when another process is writing it.
@@ -86,27 +85,28 @@ class StoreWriter(Generic[RowT]):
         self.notes: list[str] = []
         self._rows = rows
         self._entries: dict[int, ShardEntry] = {}
-        self._lock: int | None = None
+        self._claim: ExitStack | None = None
         self.shards = plan_shards(rows, shard_tokens)
+        shards_of_part(len(self.shards), manifest.part, manifest.num_parts)
 
     def __enter__(self) -> StoreWriter[RowT]:
-        self._claim()
-        try:
+        with ExitStack() as stack:
+            self.notes += stack.enter_context(claimed(self.path))
             if is_store(self.path):
                 self._continue()
             else:
                 write_manifest(self.path, self.manifest)
                 write_index(self.path, [])
-            self._remove_leftovers()
-        except BaseException:
-            self._release()
-            raise
+            self.notes += remove_leftovers(self.path)
+            self._claim = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._release()
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.close()
 
     @property
     def num_tokens_done(self) -> int:
@@ -114,24 +114,26 @@ class StoreWriter(Generic[RowT]):
         return sum(entry.num_tokens for entry in self._entries.values())
 
     def pending(self) -> Iterator[tuple[int, list[RowT]]]:
-        """Number and rows of every shard that is still to be written, in order."""
-        for number, rows in enumerate(self.shards):
+        """Number and rows of every shard that is still to be written, in order; of a part, its own ones."""
+        for number in self._own():
             if number not in self._entries:
-                yield number, rows
+                yield number, self.shards[number]
 
     def write_shard(self, number: int, states: Sequence[tuple[RowT, Tensor, Tensor, Tensor]]) -> None:
         """Check, write and index one shard.
 
         states: (row, aux [T, n_aux * hidden], last [T, hidden], token_ids [T]) for exactly the planned
-        rows in their order; CPU tensors of the manifest's dtype. Raises IntegrityError when the token ids
-        are not the row's or states are short, non-finite, all zero or of another dtype; UserError when
-        the disk is full. Nothing is indexed then.
+        rows in their order; CPU tensors of `DTYPES[manifest.dtype]` (bfloat16 for fp8). Raises IntegrityError
+        when the token ids are not the row's or states are short, non-finite, all zero or of another dtype;
+        UserError when the disk is full. Nothing is indexed then.
         """
-        assert self._lock is not None, "StoreWriter is used outside its `with` block"
+        assert self._claim is not None, "StoreWriter is used outside its `with` block"
         if [row.row_id for row, *_ in states] != [row.row_id for row in self.shards[number]]:
             raise ValueError(f"shard {number} must hold exactly its planned rows, in order")
         if number in self._entries:
             raise ValueError(f"shard {number} is written already")
+        if number not in self._own():
+            raise ValueError(f"shard {number} belongs to another part")
         rows: list[RowEntry] = []
         parts: dict[str, list[Tensor]] = {INPUT_IDS: [], LOSS_MASK: [], AUX: [], LAST: []}
         offset = 0
@@ -148,7 +150,7 @@ class StoreWriter(Generic[RowT]):
                 parts[name].append(tensor)
         name = shard_file(number)
         tensors = {key: torch.cat(values).contiguous() for key, values in parts.items()}
-        digest = write_shard(self.path / name, self.manifest, number, tensors)
+        digest = write_shard(self.path / name, self.manifest, number, encode(tensors, self.manifest))
         entry = ShardEntry(name, digest, offset, tuple(rows))
         append_entry(self.path, entry)
         self._entries[number] = entry
@@ -158,8 +160,9 @@ class StoreWriter(Generic[RowT]):
 
         Raises ValueError while shards are pending.
         """
-        if len(self._entries) != len(self.shards):
-            raise ValueError(f"{len(self.shards) - len(self._entries)} shards are not written yet")
+        missing = len(self._own()) - len(self._entries)
+        if missing:
+            raise ValueError(f"{missing} shards are not written yet")
         if self.manifest.complete:
             return self.manifest
         order = list(self._entries)
@@ -167,9 +170,13 @@ class StoreWriter(Generic[RowT]):
             write_index(self.path, [self._entries[number] for number in sorted(order)])
         counts = count_supervised_tokens(self._rows, self.manifest.verifier.vocab_size)
         write_atomically(self.path / TOKEN_COUNTS_FILE, lambda path: save_file({TOKEN_COUNTS: counts}, path))
-        self.manifest = replace(self.manifest, complete=True)
+        checksums = {name: sha256_of(self.path / name) for name in (INDEX_FILE, TOKEN_COUNTS_FILE)}
+        self.manifest = replace(self.manifest, complete=True, checksums=checksums)
         write_manifest(self.path, self.manifest)
         return self.manifest
+
+    def _own(self) -> range:
+        return shards_of_part(len(self.shards), self.manifest.part, self.manifest.num_parts)
 
     def _check_row(
         self, row: RowT, ids: Tensor, mask: Tensor, aux: Tensor, last: Tensor, token_ids: Tensor
@@ -191,49 +198,6 @@ class StoreWriter(Generic[RowT]):
             where=where,
         )
 
-    def _claim(self) -> None:
-        """Create the directory and lock it, so that two runs never write one store."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        ours = {MANIFEST_FILE + TEMPORARY_SUFFIX, SHARD_DIRECTORY}
-        foreign = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ours)
-        if foreign and not is_store(self.path):
-            raise UserError(
-                Problem(
-                    f"{self.path} is neither a store nor an empty directory; it holds",
-                    value=foreign[:3],
-                    fix="store=ANOTHER_DIRECTORY",
-                )
-            )
-        (self.path / SHARD_DIRECTORY).mkdir(exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(descriptor)
-            problem = Problem(
-                f"another process is writing the store {self.path}",
-                fix="wait for it, or store=ANOTHER_DIRECTORY",
-            )
-            raise UserError(problem) from error
-        except OSError:
-            # some network file systems do not lock directories; the renames still keep files whole
-            self.notes.append(f"{self.path} cannot be locked: do not write it from two processes")
-        self._lock = descriptor
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            # unlocked explicitly: a child process may still hold a copy of the descriptor
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._lock, fcntl.LOCK_UN)
-            os.close(self._lock)
-            self._lock = None
-
-    def _remove_leftovers(self) -> None:
-        for directory in (self.path, self.path / SHARD_DIRECTORY):
-            for leftover in sorted(directory.glob(f"*{TEMPORARY_SUFFIX}")):
-                leftover.unlink()
-                self.notes.append(f"removed {leftover.name}, left by an interrupted run")
-
     def _continue(self) -> None:
         stored = read_manifest(self.path)
         wanted = self.manifest
@@ -245,7 +209,7 @@ class StoreWriter(Generic[RowT]):
         if torn:
             self.notes.append(f"cut the last line of {INDEX_FILE}, torn by an interrupted run")
         for entry in entries:
-            planned = self.shards[entry.number] if entry.number < len(self.shards) else []
+            planned = self.shards[entry.number] if entry.number in self._own() else []
             if [row.row_id for row in planned] != [row.row_id for row in entry.rows]:
                 raise IntegrityError(Problem(f"{self.path}: {entry.file} does not hold its planned rows"))
             try:
@@ -254,8 +218,8 @@ class StoreWriter(Generic[RowT]):
                 self.notes.append(f"writing {entry.file} again: {error}")
             else:
                 self._entries[entry.number] = entry
-        if self.manifest.complete and len(self._entries) < len(self.shards):
-            self.manifest = replace(self.manifest, complete=False)
+        if self.manifest.complete and len(self._entries) < len(self._own()):
+            self.manifest = replace(self.manifest, complete=False, checksums={})
             check_resumable(self.path, self.manifest, wanted)
         if torn or len(self._entries) != len(entries) or not (self.path / INDEX_FILE).exists():
             write_manifest(self.path, self.manifest)

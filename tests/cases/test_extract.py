@@ -10,6 +10,7 @@ import signal
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from eagle3lab.config.errors import EXIT_USER_ERROR, IntegrityError, UserError
 from eagle3lab.config.schema import DataConfig, ExtractorConfig, HardwareConfig, ModelConfig, StoreDtype
 from eagle3lab.extract.pipeline import extract_store
 from eagle3lab.extract.report import ExtractReport
+from eagle3lab.store.manifest import read_manifest, write_manifest
 from eagle3lab.store.reader import StoreReader
 
 CASES = Path(__file__).parent
@@ -124,10 +126,7 @@ def test_ext_10_only_whole_indexed_shards_are_kept(tmp_path):
     shards = store / "shards"
     index = (store / "index.jsonl").read_text().splitlines(keepends=True)
     (store / "index.jsonl").write_text("".join(index[:2]))
-    manifest = json.loads((store / "manifest.json").read_text())
-    (store / "manifest.json").write_text(
-        json.dumps({**manifest, "complete": False}, indent=2, sort_keys=True) + "\n"
-    )
+    write_manifest(store, replace(read_manifest(store), complete=False, checksums={}))
     cut = (shards / "00001.safetensors").read_bytes()
     (shards / "00001.safetensors").write_bytes(cut[: len(cut) * 3 // 5])
     (shards / "00002.safetensors").rename(shards / "00002.safetensors.tmp")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from eagle3lab.config.errors import UserError
-from eagle3lab.config.plan import draft_size, plan_training
+from eagle3lab.config.plan import draft_size, plan_extraction, plan_training
 from eagle3lab.config.plan_text import describe_training, require_fit
-from eagle3lab.config.schema import DraftConfig, HardwareConfig, Precision, Shapes, TrainerConfig
+from eagle3lab.config.schema import DraftConfig, HardwareConfig, Precision, Shapes, StoreDtype, TrainerConfig
+from eagle3lab.store.disk import estimate_bytes
 
 QWEN3_8B = Shapes(4096, 12288, 36, 32, 8, 128, 151936, 8190735360)
 H200 = HardwareConfig(
@@ -54,3 +55,13 @@ def test_a_plan_that_cannot_fit_is_refused_with_what_would() -> None:
     with pytest.raises(UserError, match=r"does not fit small(.|\n)*train\.seq_len at \d+%"):
         require_fit(plan, hardware)
     assert "memory per device" in describe_training(plan, hardware, {})
+
+
+@pytest.mark.parametrize("dtype", StoreDtype)
+def test_the_planned_bytes_are_those_that_the_store_estimates(dtype: StoreDtype) -> None:
+    plan = plan_extraction(
+        QWEN3_8B, H200, num_layer_ids=3, num_devices_per_node=1, num_tokens=1000, dtype=dtype
+    )
+    beside_states = 9  # an id and a mask
+    assert plan.bytes_per_token == estimate_bytes(1, 4096, 3, dtype.value) + beside_states
+    assert plan.disk_gb == pytest.approx(1000 * plan.bytes_per_token / 1e9)

@@ -11,7 +11,7 @@ from eagle3lab.config.errors import IntegrityError, UserError
 from eagle3lab.config.schema import DecodeConfig, HardwareConfig, ModelConfig, PromptsConfig
 from eagle3lab.draft.export import export_draft
 from eagle3lab.evaluate.report import category_table, plot_acceptance, results_table
-from eagle3lab.evaluate.run import evaluate_draft, untrained_copy
+from eagle3lab.evaluate.run import evaluate_draft, other_template_args, untrained_copy
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +146,12 @@ def test_prompts_that_all_do_not_fit_are_an_error(random_pair, draft_dir, tmp_pa
     file.write_text(json.dumps({"id": "l", "turns": ["x" * 300]}) + "\n")
     with pytest.raises(UserError, match="none of the 1 prompts of test fits"):
         evaluate(random_pair, draft_dir, file, tmp_path)
+
+
+def test_prompts_rendered_otherwise_than_the_training_rows_are_said(random_pair, tmp_path):
+    draft = tmp_path / "draft"
+    export_draft(random_pair.draft(seed=9), draft, {"store": {"template_args": {"enable_thinking": False}}})
+    model = ModelConfig(name="random", path=str(random_pair.path))
+    assert "enable_thinking" in str(other_template_args(draft, model))
+    model.template_args = {"enable_thinking": False}
+    assert other_template_args(draft, model) is None

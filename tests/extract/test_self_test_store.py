@@ -20,7 +20,12 @@ from eagle3lab.verifier.facts import read_facts, weight_fingerprint
 IDS = (2, 3, 4)
 GENERATOR = torch.Generator().manual_seed(7)
 ROWS = [torch.randint(2, 96, (n,), generator=GENERATOR).tolist() for n in (23, 44, 12, 31)]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8_e4m3": torch.bfloat16}
+TOLERANCES = {
+    "float32": "fp32",
+    "bfloat16": "fp32 compute, bf16 storage",
+    "float8_e4m3": "fp32 compute, fp8 storage",
+}
 
 
 def plan_row(ids):
@@ -82,7 +87,7 @@ def test_a_right_store_passes(llama, tmp_path, dtype):
     report = self_test_store(reader, llama, read_facts(llama), num_rows=3)
     assert report.passed
     assert report.rows == 3
-    assert report.tolerance.name == ("fp32" if dtype == "float32" else "fp32 compute, bf16 storage")
+    assert report.tolerance.name == TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from eagle3lab.config.errors import UserError
 from eagle3lab.config.schema import DataConfig, ModelConfig, TooLong
-from eagle3lab.rows.build import build_rows
+from eagle3lab.rows.build import CONVERSATIONS_PER_WORKER, MAX_WORKERS, build_rows, worthwhile_workers
 from eagle3lab.rows.rows import RowSet
 from eagle3lab.rows.sample import describe_sample
 from eagle3lab.store.identity import row_id_of
@@ -72,6 +72,11 @@ def test_everything_read_is_kept_or_dropped_for_a_reason(
 def test_a_pool_of_processes_gives_the_same_rows(rows_of: RowsOf, chat: Chat) -> None:
     data = [chat(f"question {i}", "answer" * (i % 5), id=i) for i in range(80)]
     assert rows_of(*data, num_workers=2, max_tokens=2000) == rows_of(*data, max_tokens=2000)
+
+
+def test_few_conversations_are_rendered_without_other_processes() -> None:
+    assert worthwhile_workers(3 * CONVERSATIONS_PER_WORKER // 2) == 0
+    assert worthwhile_workers(10**6) in (0, *range(2, MAX_WORKERS + 1))
 
 
 def test_the_cap_is_the_smaller_of_configuration_and_verifier(

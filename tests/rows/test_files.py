@@ -78,3 +78,20 @@ def test_all_unusable_paths_are_reported_together(tmp_path: Path) -> None:
     problems = check_paths([str(tmp_path / n) for n in ("here.jsonl", "gone.jsonl", "table.parquet")])
     assert ["gone" in str(p) or "parquet" in str(p) for p in problems] == [True, True]
     assert check_paths([])
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"a": 1, "b": {"role": "x", "role": "y"}}', "the key 'role' stands twice"),
+        ('{"a": NaN}', "NaN is no JSON value"),
+        ("[" * 150 + "]" * 150, "nested more than 100 deep"),
+        ("[" * 100_000 + "]" * 100_000, "nested"),
+    ],
+)
+def test_json_that_readers_take_in_different_ways_is_malformed(line: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"ok": [[[1]]]}\n' + line + "\n")
+    good, bad = read_file(str(path))
+    assert good.error is None
+    assert says in str(bad.error)

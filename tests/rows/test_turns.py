@@ -269,3 +269,29 @@ def test_the_rendered_prompt_is_what_transformers_serves(
     messages = chat_messages("a", "b", "c")
     direct = byte_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert render_prompt(byte_tokenizer, messages, ModelConfig(name="m")) == direct
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("<|bos|><|bos|>{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", "two_bos"),
+        ("{% if not add_generation_prompt %}{{ messages[-1].content }}<|end|>{% endif %}", "empty_prompt"),
+        (
+            "{% for m in messages %}{{ m.content }}"
+            "{% if m.role == 'assistant' %}{{ range(99999) | random }}{% endif %}{% endfor %}",
+            "template_not_deterministic",
+        ),
+        ("{{ 1 // 0 }}", "template_error"),
+    ],
+)
+def test_a_template_that_serving_could_not_follow_is_a_counted_drop(
+    template: str, reason: str, byte_tokenizer: Any
+) -> None:
+    tokenizer = with_template(byte_tokenizer, template)
+    rules = Rules({}, frozenset({END}), special_tokens(byte_tokenizer), bos_token_id=256)
+    result = build_turns(tokenizer, chat_messages("a", "b"), None, rules)
+    assert result.rows == []
+    assert result.dropped == {reason: 1}
+    longer = build_turns(tokenizer, chat_messages("a", "b", "c", "d"), None, rules)
+    assert longer.rows == []
+    assert sum(longer.dropped.values()) == 2

@@ -85,10 +85,10 @@ def write_store(
     stop_before: int | None = None,
 ) -> Manifest | None:
     """Write a store, or only its shards before number `stop_before`."""
-    dtype = torch.bfloat16 if manifest.dtype == "bfloat16" else torch.float32
+    dtype = torch.float32 if manifest.dtype == "float32" else torch.bfloat16
     with StoreWriter(path, manifest, rows, shard_tokens) as writer:
         for number, planned in writer.pending():
-            if number == stop_before:
+            if stop_before is not None and number >= stop_before:
                 return None
             writer.write_shard(number, [make_states(row, dtype) for row in planned])
         return writer.finish()

@@ -193,13 +193,15 @@ def test_an_index_cannot_lead_outside_the_store(store: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"format_version": 2}, UserError, "format version"),
+        ({"format_version": 3}, UserError, "format version"),
         ({"format": "other"}, IntegrityError, "not the manifest"),
         ({"last_state": "post_norm"}, IntegrityError, "post_norm"),
         ({"layer_convention": "input_of_layer"}, IntegrityError, "input_of_layer"),
         ({"dtype": "int4"}, IntegrityError, "int4"),
         ({"unknown": 1}, IntegrityError, "unknown"),
-        ({"num_tokens": 1}, IntegrityError, "num_tokens"),
+        ({"num_tokens": 1}, IntegrityError, "changed after it was written"),
+        ({"tokenizer_hash": "other"}, IntegrityError, "changed after it was written"),
+        ({"sha256": None}, IntegrityError, "changed after it was written"),
     ],
 )
 def test_a_manifest_of_another_meaning_is_refused(

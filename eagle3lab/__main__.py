@@ -1,0 +1,43 @@
+"""`python -m eagle3lab COMMAND ...`: the side doors of the three commands, each imported only when it is used."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from eagle3lab.config.errors import EXIT_USER_ERROR, UserError
+
+# name -> (module, function taking the words after the name, what it is for)
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "store": (
+        "eagle3lab.commands.store",
+        "main",
+        "look into a store, check it, join parts, import older files",
+    ),
+    "doctor": ("eagle3lab.doctor.command", "main", "check machine, verifier and store before a run"),
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; returns the exit code. A user's mistake: one message, exit code 2."""
+    listing = "\n".join(f"  {name:<10} {purpose}" for name, (_, _, purpose) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        "python -m eagle3lab",
+        epilog=f"commands:\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=sorted(COMMANDS))
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    chosen = parser.parse_args(list(argv))
+    module, function, _ = COMMANDS[chosen.command]
+    try:
+        return int(getattr(importlib.import_module(module), function)(chosen.arguments) or 0)
+    except UserError as error:
+        print(f"error: {error.render()}", file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

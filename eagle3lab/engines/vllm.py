@@ -1,0 +1,287 @@
+"""One vLLM engine in this process or below it. The only module that imports vllm, beside the CPU connector."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.metadata
+import os
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers
+
+from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.engines.base import EngineDied, EngineError
+from eagle3lab.engines.deadline import child_processes, deadline
+from eagle3lab.engines.vllm_settings import VllmSettings
+from eagle3lab.engines.vllm_worker import rank_zero
+
+CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
+SPECULATIVE_MODULE = "vllm.config.speculative"
+METHOD = "extract_hidden_states"
+# what the connector has since it was rewritten in 0.24: saves after the whole prompt, by one rank, under a lock
+CONNECTOR_PARTS = ("ExampleHiddenStatesConnector", "PendingSave", "load_hidden_states")
+# and what our own subclass for the CPU stands on
+CPU_CONNECTOR_PARTS = ("extract_from_kv_cache",)
+CPU_CONNECTOR_METHODS = ("_submit_async_write", "_write_tensors", "_on_write_done")
+FLUSH_STEPS = 3
+
+
+def installed_version() -> str | None:
+    """The version of vllm, under whatever name it was installed; None without it."""
+    for name in importlib.metadata.packages_distributions().get("vllm", ()):
+        return importlib.metadata.version(name)
+    return None
+
+
+def require_vllm(device: str) -> None:
+    """Raise `UserError` unless the installed vllm has everything that capture on `device` is built on."""
+    missing = missing_capabilities(device)
+    if missing:
+        version = installed_version()
+        raise UserError(
+            Problem(
+                "vllm cannot capture hidden states here: "
+                + (
+                    "it is not installed"
+                    if version is None
+                    else f"version {version} lacks {', '.join(missing)}"
+                ),
+                expected="vllm 0.25 or later with extract_hidden_states",
+                fix="pip install 'vllm>=0.25', or extract.backend=hf",
+            )
+        )
+
+
+def missing_capabilities(device: str) -> list[str]:
+    """What the code below uses and the installed vllm does not have, by name."""
+    missing = []
+    wanted = {
+        "vllm": ("LLM", "SamplingParams"),
+        CONNECTOR_MODULE: CONNECTOR_PARTS + (CPU_CONNECTOR_PARTS if device == "cpu" else ()),
+        SPECULATIVE_MODULE: ("SpeculativeConfig",),
+    }
+    for module_name, names in wanted.items():
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:  # a broken installation raises anything
+            missing.append(f"{module_name} ({type(error).__name__}: {error})")
+            continue
+        missing += [f"{module_name}.{name}" for name in names if not hasattr(module, name)]
+    if missing:
+        return missing
+    if device == "cpu":
+        connector = importlib.import_module(CONNECTOR_MODULE).ExampleHiddenStatesConnector
+        missing += [f"{connector.__name__}.{m}" for m in CPU_CONNECTOR_METHODS if not hasattr(connector, m)]
+    config = importlib.import_module(SPECULATIVE_MODULE).SpeculativeConfig
+    if METHOD not in _literals(typing.get_type_hints(config).get("method")):
+        missing.append(f"the speculative method {METHOD}")
+    return missing
+
+
+def _literals(annotation: Any) -> set[Any]:
+    """Every value named by a (nested) Literal or Union."""
+    found: set[Any] = set()
+    for argument in typing.get_args(annotation):
+        found |= _literals(argument) if typing.get_args(argument) else {argument}
+    return found
+
+
+class VllmRunner:
+    """`vllm.LLM` with hidden-state extraction, as an `EngineRunner`: it answers with files, not with tensors."""
+
+    def __init__(self, settings: VllmSettings) -> None:
+        """Load the verifier.
+
+        Raises:
+            UserError: vllm is missing, too old, cannot run this verifier, or is not ready in time.
+        """
+        settings.prepare_environment()
+        require_vllm(settings.device)
+        import vllm
+
+        self.settings = settings
+        self._calls = 0
+        self._dead: str | None = None
+        self._spare = child_processes()
+        self._put_back = _remember_threads()
+        self._llm: Any = None
+        try:
+            with deadline(settings.start_seconds, "starting vLLM", spare=self._spare):
+                self._llm = vllm.LLM(**settings.arguments())
+            self._require_long_prompts_fit()
+        except UserError:
+            self.close()
+            raise
+        except Exception as error:
+            if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+                self._clear_process()
+            raise UserError(
+                Problem(
+                    f"vLLM {vllm.__version__} could not load the verifier ({_first_line(error)})",
+                    str(settings.path),
+                    "a verifier that this vLLM serves, on devices that hold it",
+                    "hardware.engine.tensor_parallel=N, hardware.engine.memory_share=0.8, extract.backend=hf; "
+                    "VLLM_LOGGING_LEVEL=INFO shows vLLM's own account",
+                )
+            ) from error
+
+    def versions(self) -> dict[str, str]:
+        """vllm, torch, transformers, the compute dtype and the tensor-parallel size."""
+        return {
+            "vllm": str(installed_version()),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "dtype": self.settings.dtype,
+            "tensor_parallel": str(self.settings.tensor_parallel),
+        }
+
+    def ask(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Prefill every row; returns the file of each row's states, which may still be being written.
+
+        Raises:
+            EngineError: no answer; `EngineDied` when there will be no other.
+        """
+        outputs = self._generate(rows, max_tokens=1)
+        files = [(output.kv_transfer_params or {}).get("hidden_states_path") for output in outputs]
+        if len(files) != len(rows) or not all(files):
+            raise EngineError(f"vLLM named {sum(map(bool, files))} files of states for {len(rows)} rows")
+        return [str(file) for file in files]
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[list[int], str | None]:
+        """Greedy token ids, the end token included, and the file of the prompt's states (to be removed)."""
+        (output,) = self._generate([prompt], max_tokens=max_new_tokens)
+        file = (output.kv_transfer_params or {}).get("hidden_states_path")
+        return list(output.outputs[0].token_ids), file
+
+    def record(self, row: Sequence[int], layer_ids: Sequence[int], path: str) -> list[str]:
+        """Prefill one row with our own hooks in the workers, whose recording goes to `path`.
+
+        Returns the files that vLLM's own extraction wrote for it, to be removed.
+        """
+        self._call("eagle3lab_record", list(layer_ids))
+        try:
+            files = self.ask([row])
+        except EngineError:
+            if not self._dead:
+                self._call("eagle3lab_save", path)  # takes the hooks off
+            raise
+        answer = self._call("eagle3lab_save", path)
+        if answer["num_tokens"] != len(row):
+            raise EngineError(f"the hooks saw {answer['num_tokens']} tokens of {len(row)}")
+        return files
+
+    def close(self) -> None:
+        """End the engine's processes and free its memory."""
+        if self._llm is None:
+            return
+        core = self._llm.llm_engine.engine_core
+        in_process = self._in_process
+        self._llm = None
+        with deadline(120.0, "closing vLLM", spare=self._spare):
+            core.shutdown()
+        del core
+        gc.collect()
+        if in_process:
+            self._clear_process()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _clear_process(self) -> None:
+        """An engine in this process leaves a connector and process groups that a second one could not share."""
+        importlib.import_module("vllm.distributed.kv_transfer").ensure_kv_transfer_shutdown()
+        importlib.import_module("vllm.distributed.parallel_state").cleanup_dist_env_and_memory()
+        self._put_back()
+
+    def _generate(self, rows: Sequence[Sequence[int]], *, max_tokens: int) -> list[Any]:
+        from vllm import SamplingParams
+
+        if self._dead or self._llm is None:
+            raise EngineDied(self._dead or "the engine is closed")
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            stop_token_ids=list(self.settings.eos_token_ids),
+            detokenize=False,
+        )
+        prompts = [{"prompt_token_ids": list(row)} for row in rows]
+        seconds = self.settings.answer_seconds(sum(map(len, rows)) + max_tokens * len(rows))
+        try:
+            with deadline(seconds, "a request to vLLM", spare=self._spare, on_expiry=self._stop_stepping):
+                outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
+                self._flush()
+        except EngineDied as error:
+            self._dead = str(error)
+            raise
+        except Exception as error:
+            kind = type(error).__name__
+            if "Dead" in kind or self._in_process:  # a scheduler in this process may go round for ever now
+                self._dead = f"vLLM ended ({kind}: {_first_line(error)})"
+                raise EngineDied(self._dead) from error
+            raise EngineError(f"{kind}: {_first_line(error)}") from error
+        return list(outputs)
+
+    def _require_long_prompts_fit(self) -> None:
+        """Without chunked prefill a prompt beyond one forward's tokens would wait for ever."""
+        scheduler = self._llm.llm_engine.vllm_config.scheduler_config
+        chunked = getattr(scheduler, "enable_chunked_prefill", True)
+        if not chunked and self.settings.max_len > scheduler.max_num_batched_tokens:
+            raise UserError(
+                Problem(
+                    f"vLLM does not prefill {self.settings.model_type} in chunks here, and the longest row has "
+                    f"{self.settings.max_len} tokens; extract.batch_tokens",
+                    self.settings.batch_tokens,
+                    "one forward that holds every row",
+                    f"extract.batch_tokens={self.settings.max_len + 1}",
+                )
+            )
+
+    def _flush(self) -> None:
+        """Let an engine in this very process hand over the last finished requests' states.
+
+        Its scheduler moves only when it is asked for output; in processes of its own it moves by itself.
+        """
+        if self._in_process:
+            for _ in range(FLUSH_STEPS):
+                self._llm.llm_engine.engine_core.get_output()
+
+    def _stop_stepping(self) -> None:
+        """Make the next step of an engine in this process fail, should it go round without an end."""
+
+        def stop() -> None:
+            raise TimeoutError("the engine was told to stop")
+
+        if self._in_process:
+            self._llm.llm_engine.engine_core.get_output = stop
+
+    @property
+    def _in_process(self) -> bool:
+        """Whether the engine's core runs in this process and not in one of its own."""
+        return hasattr(self._llm.llm_engine.engine_core, "engine_core")
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """A call to every worker; the answer of rank 0 to this very call."""
+        self._calls += 1
+        seconds = self.settings.least_seconds
+        with deadline(seconds, f"{method} in vLLM's workers", spare=self._spare):
+            answer = self._llm.collective_rpc(method, args=(self._calls, *arguments))
+        return rank_zero(answer, self._calls)
+
+
+def _remember_threads() -> Callable[[], None]:
+    """An engine for the CPU in this process binds its threads and disables torch's switch; this undoes it."""
+    cpus, num_threads, switch = os.sched_getaffinity(0), torch.get_num_threads(), torch.set_num_threads
+
+    def put_back() -> None:
+        os.sched_setaffinity(0, cpus)
+        torch.set_num_threads = switch
+        torch.set_num_threads(num_threads)
+
+    return put_back
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

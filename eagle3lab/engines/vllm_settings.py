@@ -1,0 +1,121 @@
+"""What a vLLM engine is started with. Imports no vllm and no torch device: it travels to child processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WORKER_EXTENSION = "eagle3lab.engines.vllm_worker.CaptureExtension"
+CPU_CONNECTOR_MODULE = "eagle3lab.engines.vllm_cpu_connector"
+START_SECONDS = 1800.0  # large checkpoints from slow disks
+MLA_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """One engine: a verifier on `tensor_parallel` devices."""
+
+    path: Path
+    model_type: str
+    layer_ids: tuple[int, ...]  # captured, ascending; the last is num_layers
+    dtype: str  # "float32", "bfloat16"
+    device: str  # "cuda", "cpu"
+    max_len: int  # tokens of the longest sequence
+    batch_tokens: int  # tokens of one forward pass; longer prompts are prefilled in chunks
+    scratch: Path
+    eos_token_ids: tuple[int, ...]
+    max_positions: int
+    tensor_parallel: int = 1
+    memory_share: float = 0.9
+    trust_remote_code: bool = False
+    start_seconds: float = START_SECONDS
+    least_tokens_per_second: float = 20.0  # slower than this is a hang
+    least_seconds: float = 300.0
+
+    def answer_seconds(self, num_tokens: int) -> float:
+        """How long a request over `num_tokens` may take."""
+        return self.least_seconds + num_tokens / self.least_tokens_per_second
+
+    @property
+    def on_cpu_with_latent_attention(self) -> bool:
+        """Where the CPU build needs care."""
+        return self.device == "cpu" and self.model_type in MLA_MODEL_TYPES
+
+    @property
+    def forward_tokens(self) -> int:
+        """Tokens of one forward; whole prompts where the prefill is not chunked (latent attention on CPU)."""
+        least = self.max_len + 1 if self.on_cpu_with_latent_attention else 32
+        return max(self.batch_tokens, least)
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `vllm.LLM`."""
+        connector = "CPUHiddenStatesConnector" if self.device == "cpu" else "ExampleHiddenStatesConnector"
+        transfer: dict[str, Any] = {
+            "kv_connector": connector,
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {
+                "shared_storage_path": str(self.scratch),
+                "num_writer_threads": 8,
+            },
+        }
+        if self.device == "cpu":
+            transfer["kv_connector_module_path"] = CPU_CONNECTOR_MODULE
+        arguments: dict[str, Any] = {
+            "model": str(self.path),
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # no sampling defaults of the checkpoint: decoding here is greedy
+            "dtype": self.dtype,
+            "seed": 0,
+            "trust_remote_code": self.trust_remote_code,
+            "tensor_parallel_size": self.tensor_parallel,
+            "gpu_memory_utilization": self.memory_share,
+            "max_model_len": self.max_len + 1,  # and the one token that ends a request for states
+            "max_num_batched_tokens": self.forward_tokens,
+            "max_num_seqs": max(1, min(256, self.batch_tokens // 4)),
+            "enforce_eager": True,  # the hooks of the second opinion need it; a prefill gains nothing from graphs
+            "enable_prefix_caching": False,  # cached tokens have no states
+            "disable_log_stats": True,
+            "worker_extension_cls": WORKER_EXTENSION,
+            "speculative_config": {
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {
+                    "hf_config": {"eagle_aux_hidden_state_layer_ids": list(self.layer_ids)}
+                },
+            },
+            "kv_transfer_config": transfer,
+        }
+        if self.on_cpu_with_latent_attention:
+            # the fused rotary kernel of the CPU build is wrong for MLA with default RoPE
+            arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+        return arguments
+
+    def prepare_environment(self, environment: MutableMapping[str, str] | None = None) -> None:
+        """Variables that vLLM reads; what the user has set wins."""
+        environment = os.environ if environment is None else environment
+        for name, value in self.environment().items():
+            environment.setdefault(name, value)
+
+    def environment(self) -> Mapping[str, str]:
+        """Quiet, offline, new processes by spawn; on the CPU in this process and with little cache."""
+        variables = {
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # CUDA is initialised here already
+        }
+        if self.max_len + 1 > self.max_positions:
+            variables["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # the one token more is never fed to the model
+        if self.device == "cpu":
+            variables["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
+            if self.tensor_parallel == 1:
+                variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            else:
+                cpus = sorted(os.sched_getaffinity(0))
+                share = max(1, len(cpus) // self.tensor_parallel)
+                groups = [cpus[i * share : (i + 1) * share] for i in range(self.tensor_parallel)]
+                variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, g)) for g in groups)
+        return variables
