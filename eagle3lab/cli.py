@@ -22,7 +22,7 @@ from eagle3lab.config.invocation import Invocation, absolute_data, absolute_mode
 from eagle3lab.config.names import honest_choices
 from eagle3lab.config.plan import plan_extraction, plan_training
 from eagle3lab.config.plan_text import describe_extraction, describe_training, require_fit
-from eagle3lab.config.schema import EvaluateRoot, ExtractRoot, ModelConfig, Shapes, TrainRoot
+from eagle3lab.config.schema import EvaluateRoot, ExtractRoot, ModelConfig, TrainRoot
 from eagle3lab.config.stamp import is_rank_zero
 from eagle3lab.experiments.stages import stage_seconds
 
@@ -38,13 +38,9 @@ def main(entry: str) -> None:
     sys.argv[1:] = compose.command_line(entry, sys.argv[1:])
     if {"--help", "-h"} & set(sys.argv[1:]):
         try:
-            print(help_text(entry, [word for word in sys.argv[1:] if not word.startswith("-")]))
+            print(help_text(entry, sys.argv[1:], CHECKS[entry]))
         except UserError as error:
             _exit_with(error)
-        except Exception as error:
-            if not compose.is_composition_error(error):
-                raise
-            _exit_with(compose.explain(error, entry, sys.argv[1:], CHECKS[entry]))
         return
     runs: dict[str, Callable[[Any, Invocation], float | None]] = {
         "train": run_train,
@@ -94,12 +90,13 @@ def _exit_with(error: UserError) -> NoReturn:
 def run_extract(cfg: ExtractRoot, invocation: Invocation) -> None:
     """Conversations -> rows -> hidden states -> a finished, checked store."""
     from eagle3lab.engines.devices import apply_environment, resolve_hardware
+    from eagle3lab.verifier.shapes import layer_ids_of, shapes_of
 
     hardware = resolve_hardware(cfg.hardware, require=not cfg.plan)
     model, data = absolute_model(cfg.model, invocation), absolute_data(cfg.data, invocation)
     store = invocation.path(cfg.store) if cfg.store else default_store(model, data, invocation)
-    shapes = _shapes(model)
-    layer_ids = _layer_ids(cfg.extract.layer_ids or cfg.model.aux_layer_ids, shapes)
+    shapes = shapes_of(model)
+    layer_ids = layer_ids_of(cfg.extract.layer_ids or cfg.model.aux_layer_ids, shapes)
     plan = plan_extraction(
         shapes,
         hardware,
@@ -127,11 +124,12 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
     """A store -> a trained draft, its curves and its export; returns the simulated acceptance length."""
     cfg = named(cfg, invocation)
     from eagle3lab.engines.devices import apply_environment, resolve_hardware
+    from eagle3lab.verifier.shapes import layer_ids_of, shapes_of
 
     cfg.hardware = hardware = resolve_hardware(cfg.hardware, require=not cfg.plan)
     raise_all(CHECKS["train"](cfg))  # once more: the devices and the attention are known now
-    shapes = _shapes(cfg.model)
-    aux_layer_ids = _layer_ids(cfg.draft.aux_layer_ids or cfg.model.aux_layer_ids, shapes)
+    shapes = shapes_of(cfg.model)
+    aux_layer_ids = layer_ids_of(cfg.draft.aux_layer_ids or cfg.model.aux_layer_ids, shapes)
     plan = plan_training(
         cfg.draft,
         shapes,
@@ -283,24 +281,6 @@ def run_evaluate(cfg: EvaluateRoot, invocation: Invocation) -> float | None:
         print(f"  {stage:<20} {seconds:8.1f} s")
     print(f"figures {out / 'evaluation.json'}, plot {plot_acceptance(evaluation, out)}")
     return evaluation.variant(k=max(cfg.decode.k)).overall.acceptance_length
-
-
-def _shapes(model: ModelConfig) -> Shapes:
-    """The configured shapes, else those of the checkpoint's config.json."""
-    if model.shapes is not None:
-        return model.shapes
-    from eagle3lab.verifier.facts import read_facts
-    from eagle3lab.verifier.locate import locate_verifier
-
-    facts = read_facts(locate_verifier(model))
-    fields = {f.name: getattr(facts, f.name) for f in dataclasses.fields(Shapes) if hasattr(facts, f.name)}
-    return Shapes(**{**fields, "num_parameters": 0})
-
-
-def _layer_ids(ids: list[int] | None, shapes: Shapes) -> tuple[int, ...]:
-    from eagle3lab.verifier.layer_ids import check_aux_layer_ids, default_aux_layer_ids
-
-    return check_aux_layer_ids(ids, shapes.num_layers) if ids else default_aux_layer_ids(shapes.num_layers)
 
 
 def _store_tokens(store: Path) -> int | None:

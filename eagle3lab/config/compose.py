@@ -162,14 +162,14 @@ def explain(error: Exception, entry: str, overrides: Sequence[str], check: Check
     for override in overrides:
         if override.startswith(("hydra.", "hydra/", "~", "-")) or _is_sweep(override):
             continue
-        _, alone = compose_alone(entry, [override])
+        _, alone = try_compose(entry, [override])
         if alone is None:
             good.append(override)
             continue
         problem = _problem_of(alone, root, override)
         if problem not in problems:
             problems.append(problem)
-    cfg, again = compose_alone(entry, good)
+    cfg, again = try_compose(entry, good)
     if cfg is not None and again is None and problems:
         typed, more = to_typed(cfg, root)
         problems += more + (check(typed) if typed is not None else [])
@@ -182,7 +182,7 @@ def compose_alone(entry: str, overrides: Sequence[str], check: Check) -> Any:
     Raises UserError with every problem of the overrides.
     """
     register()
-    cfg, error = _compose(entry, overrides)
+    cfg, error = try_compose(entry, overrides)
     if cfg is None:
         assert error is not None
         raise explain(error, entry, overrides, check)
@@ -196,7 +196,7 @@ def _is_sweep(override: str) -> bool:
     return bool(re.search(r"^[^\[{'\"]*,", value)) or value.startswith(("choice(", "range(", "glob("))
 
 
-def compose_alone(entry: str, overrides: Sequence[str]) -> tuple[DictConfig | None, Exception | None]:
+def try_compose(entry: str, overrides: Sequence[str]) -> tuple[DictConfig | None, Exception | None]:
     """The composed configuration, or the error that composing it raises."""
     GlobalHydra.instance().clear()
     try:

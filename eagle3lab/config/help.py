@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from omegaconf import OmegaConf
 
-from .compose import ROOTS, compose_alone, config_directory, group_options
-from .errors import UserError
+from .compose import ROOTS, Check, config_directory, explain, group_options, try_compose
 
 TITLES = {
     "train": "Train an EAGLE-3 draft model on a hidden-state store.",
@@ -20,11 +19,16 @@ TITLES = {
 }
 
 
-def help_text(entry: str, overrides: Sequence[str]) -> str:
-    """The page for one command, with `overrides` already in the values it shows."""
-    cfg, error = compose_alone(entry, overrides)
+def help_text(entry: str, words: Sequence[str], check: Check) -> str:
+    """The page for one command, with the overrides among `words` already in the values it shows.
+
+    Raises `UserError` for overrides that do not compose.
+    """
+    overrides = [word for word in words if not word.startswith("-")]
+    cfg, error = try_compose(entry, overrides)
     if cfg is None:
-        raise error or UserError("the configuration does not compose")
+        assert error is not None
+        raise explain(error, entry, overrides, check)
     chosen = OmegaConf.to_yaml(cfg).rstrip()
     groups = [path.name for path in sorted(config_directory().iterdir()) if path.is_dir()]
     own = [g for g in groups if g in vars(ROOTS[entry]()) or (g == "experiment" and entry == "train")]
