@@ -21,6 +21,8 @@ TESTED: tuple[tuple[str, str, str, str], ...] = (
     ("2.13", "5.19", "0.9", "2.6"),
     ("2.11", "5.17", "0.9", "2.6"),
 )
+# imported only by the choice named: a run that does not make it works without the package
+ON_REQUEST = {"wandb": "logger=wandb and logger=wandb_offline need it"}
 _REINSTALL = "python -m pip install -e . (or VENV=.venv scripts/setup_env.sh)"
 
 
@@ -49,7 +51,7 @@ def _python(needs: Needs) -> str | Finding:
 
 
 def _range(needs: Needs, requirement: Requirement, *, optional: bool) -> Check | None:
-    """A failed check, or None when the package is as asked."""
+    """What is wrong with the package: a failure, a warning where it is needed on request only; None when as asked."""
     name, version = requirement.name, installed_version(requirement.name)
     if version is None and optional:
         return None
@@ -61,6 +63,8 @@ def _range(needs: Needs, requirement: Requirement, *, optional: bool) -> Check |
         if version
         else f"not installed, needed is {requirement.specifier or 'any'}"
     )
+    if version is None and name in ON_REQUEST:
+        return examine(LAYER, name, partial(warn, f"not installed; {ON_REQUEST[name]}", remedy), remedy)
     return examine(LAYER, name, partial(fail, found, remedy), remedy)
 
 

@@ -59,6 +59,17 @@ def test_a_missing_package_fails_and_a_missing_extra_does_not(
     assert "not installed" in named(checks, "safetensors").found
 
 
+def test_a_package_needed_on_request_only_is_a_warning_when_missing_and_a_failure_when_too_old(
+    patch_version: PatchVersion, named: Callable[..., Check]
+) -> None:
+    patch_version(wandb=None)
+    check = named(list(check_packages()), "wandb")
+    assert check.status is Status.warn
+    assert "logger=wandb" in check.found
+    patch_version(wandb="0.1")
+    assert named(list(check_packages()), "wandb").status is Status.fail
+
+
 def test_an_engine_that_is_too_old_fails(patch_version: PatchVersion, named: Callable[..., Check]) -> None:
     patch_version(vllm="0.24.0")
     check = named(list(check_packages()), "vllm")
