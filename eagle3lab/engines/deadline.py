@@ -1,14 +1,17 @@
-"""A bound on how long an engine may stay silent."""
+"""A bound on how long an engine may stay silent, and an eye on whether it still lives."""
 
 from __future__ import annotations
 
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
 from eagle3lab.engines.base import EngineDied
+
+POLL_SECONDS = 0.2
 
 
 def child_processes() -> set[BaseProcess]:
@@ -18,37 +21,47 @@ def child_processes() -> set[BaseProcess]:
 
 @contextmanager
 def deadline(
-    seconds: float, what: str, *, spare: set[BaseProcess], on_expiry: Callable[[], None] | None = None
+    seconds: float,
+    what: str,
+    *,
+    spare: set[BaseProcess],
+    wake: Callable[[], None] | None = None,
+    may_end: bool = False,
 ) -> Iterator[None]:
     """End every child process but those to `spare` when the block takes longer than `seconds`.
 
-    A caller that waits for an engine in a child process then gets the engine's own failure, which leaves
-    here as `EngineDied`. Work of this very process cannot be ended from a thread: `on_expiry` may make its
-    next step fail.
+    The same happens as soon as one of them ends by itself (killed for memory, say), unless `may_end`.
+    The block then fails as `EngineDied`. `wake` must make a call fail that waits in this thread: the
+    death of a process does not wake whoever waits for its answer.
     """
-    expired = threading.Event()
+    done = threading.Event()
+    reasons: list[str] = []
+    watched = child_processes() - spare
+    end = time.monotonic() + seconds
 
-    def end() -> None:
-        expired.set()
-        if on_expiry is not None:
-            on_expiry()
-        for child in child_processes() - spare:
-            child.kill()
+    def watch() -> None:
+        while not done.wait(min(POLL_SECONDS, max(0.0, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                reasons.append(f"{what} took longer than {seconds:,.0f} s; the engine's processes were ended")
+            elif not may_end and watched - child_processes():
+                reasons.append(f"{what} failed: a process of the engine ended (out of memory?)")
+            if reasons:
+                for child in child_processes() - spare:
+                    child.kill()
+                if wake is not None:
+                    wake()
+                return
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
     try:
         yield
     except BaseException as error:
-        if expired.is_set():
-            raise EngineDied(_late(what, seconds)) from error
+        if reasons:
+            raise EngineDied(reasons[0]) from error
         raise
     finally:
-        timer.cancel()
-    if expired.is_set():  # done at the last moment, but its processes are gone
-        raise EngineDied(_late(what, seconds))
-
-
-def _late(what: str, seconds: float) -> str:
-    return f"{what} took longer than {seconds:,.0f} s; the engine's processes were ended"
+        done.set()
+        watcher.join()
+    if reasons:  # done at the last moment, but its processes are gone
+        raise EngineDied(reasons[0])

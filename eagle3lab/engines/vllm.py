@@ -181,7 +181,7 @@ class VllmRunner:
         core = self._llm.llm_engine.engine_core
         in_process = self._in_process
         self._llm = None
-        with deadline(120.0, "closing vLLM", spare=self._spare):
+        with deadline(120.0, "closing vLLM", spare=self._spare, may_end=True):
             core.shutdown()
         del core
         gc.collect()
@@ -210,7 +210,7 @@ class VllmRunner:
         prompts = [{"prompt_token_ids": list(row)} for row in rows]
         seconds = self.settings.answer_seconds(sum(map(len, rows)) + max_tokens * len(rows))
         try:
-            with deadline(seconds, "a request to vLLM", spare=self._spare, on_expiry=self._stop_stepping):
+            with deadline(seconds, "a request to vLLM", spare=self._spare, wake=self._wake):
                 outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
                 self._flush()
         except EngineDied as error:
@@ -248,14 +248,21 @@ class VllmRunner:
             for _ in range(FLUSH_STEPS):
                 self._llm.llm_engine.engine_core.get_output()
 
-    def _stop_stepping(self) -> None:
-        """Make the next step of an engine in this process fail, should it go round without an end."""
+    def _wake(self) -> None:
+        """Make whoever waits for the engine's output fail: here by the next step, else by its queue."""
+        core = self._llm.llm_engine.engine_core
+        stopped = TimeoutError("the engine was ended")
 
         def stop() -> None:
-            raise TimeoutError("the engine was told to stop")
+            raise stopped
 
         if self._in_process:
-            self._llm.llm_engine.engine_core.get_output = stop
+            core.get_output = stop
+        elif hasattr(core, "outputs_queue"):
+            core.outputs_queue.put_nowait(stopped)
+            for call in list(getattr(core, "utility_results", {}).values()):
+                if not call.done():
+                    call.set_exception(stopped)
 
     @property
     def _in_process(self) -> bool:
@@ -266,8 +273,12 @@ class VllmRunner:
         """A call to every worker; the answer of rank 0 to this very call."""
         self._calls += 1
         seconds = self.settings.least_seconds
-        with deadline(seconds, f"{method} in vLLM's workers", spare=self._spare):
-            answer = self._llm.collective_rpc(method, args=(self._calls, *arguments))
+        try:
+            with deadline(seconds, f"{method} in vLLM's workers", spare=self._spare, wake=self._wake):
+                answer = self._llm.collective_rpc(method, args=(self._calls, *arguments))
+        except EngineDied as error:
+            self._dead = str(error)
+            raise
         return rank_zero(answer, self._calls)
 
 

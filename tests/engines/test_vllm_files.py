@@ -234,7 +234,7 @@ def test_a_deadline_can_stop_a_loop_in_this_process():
             0.1,
             "a request",
             spare=child_processes(),
-            on_expiry=lambda: running.clear() or running.append(False),
+            wake=lambda: running.clear() or running.append(False),
         ),
     ):
         loop()
