@@ -27,7 +27,7 @@ def values(path: Path) -> list[object]:
         ("a.jsonl", lines(RECORDS)),
         ("a.jsonl", lines(RECORDS).rstrip(b"\n")),
         ("a.jsonl", b"\xef\xbb\xbf" + lines(RECORDS, "\r\n") + b"\r\n\n"),
-        ("a.jsonl.gz", gzip.compress(lines(RECORDS))),
+        ("a.jsonl.gz", gzip.compress(lines(RECORDS), mtime=0)),
         ("a.jsonl.xz", lzma.compress(lines(RECORDS))),
         ("a.json", json.dumps(RECORDS, indent=1).encode()),
         ("a.json", b"\xef\xbb\xbf" + json.dumps(RECORDS).encode()),
