@@ -57,7 +57,14 @@ def make_rows(num_rows: int, length: int, vocab_size: int, supervised_share: flo
     return rows
 
 
-def make_store(store: Path, verifier: Path, rows: list[Row], device: str, batch_rows: int = 8) -> int:
+def make_store(
+    store: Path,
+    verifier: Path,
+    rows: list[Row],
+    device: str,
+    batch_rows: int = 8,
+    dtype: str = "bfloat16",
+) -> int:
     """Capture `rows` with the Hugging Face backend in bf16 and write them; returns the number of tokens."""
     facts = read_facts(verifier)
     engine = HuggingFaceEngine(verifier, facts, torch.bfloat16, device, False)
@@ -67,7 +74,7 @@ def make_store(store: Path, verifier: Path, rows: list[Row], device: str, batch_
         template_hash="none",
         template_args_hash="none",
         layer_ids=LAYER_IDS,
-        dtype="bfloat16",
+        dtype=dtype,
         engine={"name": engine.name, **engine.versions()},
         accounting={"read": len(rows), "kept": len(rows), "dropped": {}},
     )

@@ -1,6 +1,9 @@
-"""`train.py` from a store on disk beside the bare step loop of speculators' own model, on one GPU in one run.
+"""`train.py` from a store on disk, in bf16 and in fp8, beside the bare loop of the same step, in one run.
 
 python benchmarks/train_end_to_end.py --out benchmarks/results/end_to_end_h200.json
+
+The stores are larger than all packs that the loader ever holds. `mfu` counts needed work alone (config/flops.py)
+and is a share of what a bf16 matrix product of this device reaches in the same run.
 """
 
 from __future__ import annotations
@@ -8,176 +11,158 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
+import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from bare_loop import BareLoop
 from common import ROOT, matmul_ceiling, write_results
-from speculators.losses import resolve_loss_config
 from synthetic import LAYER_IDS, QWEN3_8B, make_rows, make_store, make_verifier
 
-from eagle3lab.config.plan import flops_per_token
-from eagle3lab.config.schema import DraftConfig
+from eagle3lab.config.schema import Shapes
 from eagle3lab.data.collate import create_collate_fn
 from eagle3lab.data.dataset import Eagle3SampleFileDataset
 from eagle3lab.data.packing import PackBatchSampler
-from eagle3lab.draft.speculators_model import build_draft
-from eagle3lab.draft.vocabulary import DraftVocabulary
 from eagle3lab.store.reader import StoreReader
 from eagle3lab.training.loader import PackLoader
-from eagle3lab.verifier.facts import read_facts
-from eagle3lab.verifier.weights import load_edge_weights
 
-SEQ_LEN, DOCUMENT = 8192, 1024
+STORAGE = {"bf16": "bfloat16", "fp8": "float8_e4m3"}
 
 
-class BareLoop:
-    """speculators' own compiled forward, its loss and AdamW on ready batches; compiled once, timed twice."""
-
-    def __init__(self, verifier: Path, ttt_steps: int) -> None:
-        import speculators.losses.fused as fused
-
-        # traced inside the compiled forward, the fused loss fails in dynamo
-        fused.fused_kl_div_loss = torch.compiler.disable(fused.fused_kl_div_loss)
-        facts = read_facts(verifier)
-        vocabulary = DraftVocabulary.from_ids(range(32000), facts.vocab_size)
-        config = DraftConfig(name="eagle3", ttt_steps=ttt_steps)
-        edge = load_edge_weights(facts)
-        self.draft = build_draft(config, facts, edge, vocabulary, LAYER_IDS, attention="flex", seed=0)
-        self.draft = self.draft.to("cuda").train()
-        self.ttt_steps = ttt_steps
-        self.trainable = [p for p in self.draft.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.trainable, lr=1e-4, fused=True)
-        self.loss_config = resolve_loss_config("kl_div", "fused")
-        self.batches = [self._batch(facts.hidden_size, facts.vocab_size) for _ in range(2)]
-
-    def _batch(self, hidden: int, vocab_size: int) -> dict[str, torch.Tensor]:
-        place = torch.arange(SEQ_LEN, device="cuda")
-        states = {"device": "cuda", "dtype": torch.bfloat16}
-        return {
-            "hidden_states": torch.randn(1, SEQ_LEN, len(LAYER_IDS) * hidden, **states),
-            "verifier_last_hidden_states": torch.randn(1, SEQ_LEN, hidden, **states),
-            "input_ids": torch.randint(10, vocab_size, (1, SEQ_LEN), device="cuda"),
-            "document_ids": (place // DOCUMENT)[None],
-            "position_ids": (place % DOCUMENT + 1)[None],
-            "loss_mask": (place % DOCUMENT >= DOCUMENT // 2)[None].long(),
-        }
-
-    def _step(self, batch: dict[str, torch.Tensor]) -> None:
-        with torch.autocast("cuda", torch.bfloat16):
-            _, loss, _ = self.draft(**batch, ttt_steps=self.ttt_steps, loss_config=self.loss_config)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.trainable, 0.5)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def tokens_per_second(self, updates: int) -> float:
-        """Of the median step, each waited for."""
-        seconds = []
-        for i in range(updates + 3):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            self._step(self.batches[i % 2])
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-        return SEQ_LEN / statistics.median(seconds[3:])
+@dataclass(frozen=True)
+class Size:
+    shapes: Shapes
+    device: str
+    hardware: str
+    seq_len: int
+    document: int
+    num_rows: int
+    threads: tuple[int, ...]  # to read with, when nothing is trained
 
 
-def loader_alone(store: Path, num_threads: int, packs: int) -> float:
-    """Tokens/s that the loader delivers to the GPU when nothing is trained."""
-    data = Eagle3SampleFileDataset(StoreReader(store), split="train", copy=False)
-    order = PackBatchSampler(data.lengths, SEQ_LEN).plan(0)
-    device = torch.device("cuda")
-    loader = PackLoader(
-        data,
-        (order * packs)[:packs],
-        create_collate_fn(SEQ_LEN, pin_memory=True),
-        num_threads=num_threads,
-        device=device,
-    )
-    start, seen = 0.0, 0
+FULL = Size(QWEN3_8B, "cuda", "h200", 8192, 1024, 192, (1, 6, 12))  # 6.4 GB in bf16
+TINY = Size(Shapes(64, 96, 4, 4, 2, 16, 512, 200_000), "cpu", "cpu", 256, 64, 24, (1, 2))
+
+
+def loader_alone(size: Size, store: Path, num_threads: int, packs: int = 48) -> dict[str, float]:
+    """What the loader delivers to the device when nothing is trained, after its first third."""
+    data = Eagle3SampleFileDataset(StoreReader(store), split="train", raw=True)
+    order = PackBatchSampler(data.lengths, size.seq_len).plan(0)
+    device = torch.device(size.device)
+    collate = create_collate_fn(size.seq_len, pin_memory=size.device == "cuda")
+    loader = PackLoader(data, (order * packs)[:packs], collate, num_threads=num_threads, device=device)
+    start, read, seen = 0.0, 0, 0
     for i, _ in enumerate(loader):
         if i == packs // 3:
-            torch.cuda.synchronize()
-            start, seen = time.perf_counter(), i
-    torch.cuda.synchronize()
-    return SEQ_LEN * (packs - 1 - seen) / (time.perf_counter() - start)
+            wait(size)
+            start, read, seen = time.perf_counter(), loader.bytes_read, i
+    wait(size)
+    seconds = time.perf_counter() - start
+    loader.finish_check()
+    return {
+        "tok_s": round(size.seq_len * (packs - 1 - seen) / seconds),
+        "gb_s": round((loader.bytes_read - read) / seconds / 1e9, 2),
+    }
 
 
-def train(verifier: Path, store: Path, out: Path, ttt_steps: int, updates: int) -> dict[str, float]:
-    """`summary.json` of a real `train.py` run."""
+def wait(size: Size) -> None:
+    if size.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def train(
+    size: Size, verifier: Path, store: Path, out: Path, ttt_steps: int, updates: int, step: str
+) -> dict[str, Any]:
+    """`summary.json` of a real `train.py` run, whose directory is removed."""
     command = [
         sys.executable, "train.py", "model=local", "model.name=synthetic", f"model.path={verifier}", "data=jsonl",
-        "data.paths=[none]", f"store={store}", "hardware=h200", f"draft.ttt_steps={ttt_steps}",
-        f"draft.aux_layer_ids=[{','.join(map(str, LAYER_IDS))}]", f"train.seq_len={SEQ_LEN}",
-        "train.max_epochs=null", f"train.max_updates={updates}", f"train.validate_every_updates={updates}",
-        f"run_dir={out}",
+        "data.paths=[none]", f"store={store}", f"hardware={size.hardware}", f"draft.ttt_steps={ttt_steps}",
+        f"draft.step={step}", f"draft.aux_layer_ids=[{','.join(map(str, LAYER_IDS))}]",
+        f"train.seq_len={size.seq_len}", "train.max_epochs=null", f"train.max_updates={updates}",
+        f"train.validate_every_updates={updates}", f"run_dir={out}",
     ]  # fmt: skip
     print("$", " ".join(command[1:]), flush=True)
     subprocess.run(command, cwd=ROOT, check=True)
-    return json.loads((out / "summary.json").read_text())
+    summary = json.loads((out / "summary.json").read_text())
+    shutil.rmtree(out)
+    return summary
+
+
+def bare_speed(loop: BareLoop, size: Size) -> float:
+    speed = loop.tokens_per_second(12)
+    gc.collect()
+    if size.device == "cuda":
+        torch.cuda.empty_cache()
+    return speed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/end_to_end_h200.json")
     parser.add_argument("--work", type=Path, default=Path("/tmp/eagle3lab-bench"))
-    parser.add_argument("--updates", type=int, default=80)
-    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--updates", type=int, default=120)
+    parser.add_argument("--step", default="pruned", choices=["pruned", "reference"])
     parser.add_argument("--ttt-steps", type=int, nargs="+", default=[3])
+    parser.add_argument("--storage", nargs="+", default=list(STORAGE), choices=list(STORAGE))
+    parser.add_argument("--tiny", action="store_true", help="on a CPU: does it run, not how fast")
     arguments = parser.parse_args()
+    size, work = TINY if arguments.tiny else FULL, arguments.work
+    work.mkdir(parents=True, exist_ok=True)
 
-    verifier, store = arguments.work / "verifier", arguments.work / "store"
-    ceiling = matmul_ceiling()
+    verifier = work / "verifier"
+    ceiling = 1e12 if arguments.tiny else matmul_ceiling()
     print(f"bf16 matmul ceiling {ceiling / 1e12:.0f} TFLOP/s", flush=True)
-    make_verifier(verifier, QWEN3_8B, "cuda")
-    start = time.perf_counter()
-    rows = make_rows(arguments.rows, DOCUMENT + 1, QWEN3_8B.vocab_size, 0.5)
-    tokens = make_store(store, verifier, rows, "cuda")
-    print(f"store: {tokens:,} tokens in {time.perf_counter() - start:.1f} s", flush=True)
+    make_verifier(verifier, size.shapes, size.device)
+    rows = make_rows(size.num_rows, size.document + 1, size.shapes.vocab_size, 0.5)
+    stores, notes = {}, {"matmul_tflops": ceiling / 1e12, "step": arguments.step}
+    for storage in arguments.storage:
+        stores[storage], start = work / f"store-{storage}", time.perf_counter()
+        shutil.rmtree(stores[storage], ignore_errors=True)
+        tokens = make_store(stores[storage], verifier, rows, size.device, dtype=STORAGE[storage])
+        num_bytes = sum(file.stat().st_size for file in stores[storage].rglob("*.safetensors"))
+        print(
+            f"{storage} store: {tokens:,} tokens, {num_bytes / 1e9:.1f} GB in {time.perf_counter() - start:.0f} s"
+        )
+        alone = {n: loader_alone(size, stores[storage], n) for n in size.threads}
+        notes[storage] = {"store_gb": round(num_bytes / 1e9, 2), "loader_alone_by_threads": alone}
+        print(f"loader alone, {storage}, by threads: {alone}", flush=True)
 
-    alone = {n: loader_alone(store, n, 36) for n in (2, 6)}
-    print("loader alone, tokens/s by threads:", {n: round(speed) for n, speed in alone.items()}, flush=True)
-    results, notes = [], []
+    results = []
     for k in arguments.ttt_steps:
-        torch.cuda.reset_peak_memory_stats()
-        bare_loop = BareLoop(verifier, k)
-        before = bare_loop.tokens_per_second(12)
-        gib = torch.cuda.max_memory_allocated() / 2**30
-        print(f"bare loop K={k}: {before:,.0f} tokens/s, {gib:.1f} GiB", flush=True)
-        torch.cuda.empty_cache()
-        summary = train(verifier, store, arguments.work / f"run-k{k}", k, arguments.updates)
-        after = bare_loop.tokens_per_second(12)
-        print(f"bare loop K={k} again: {after:,.0f} tokens/s", flush=True)
-        del bare_loop
+        loops: dict[str, BareLoop] = {}
+        for step in dict.fromkeys((arguments.step, "pruned", "reference")):
+            loops[step] = BareLoop(
+                verifier, k, step, device=size.device, seq_len=size.seq_len, document=size.document
+            )
+        before = {step: bare_speed(loop, size) for step, loop in loops.items()}
+        print(f"bare loops, K={k}: {before}", flush=True)
+        del loops["reference" if arguments.step == "pruned" else "pruned"]
         gc.collect()
-        torch.cuda.empty_cache()
-        bare, speed = max(before, after), summary["tokens_per_second"]
-        flops = flops_per_token(DraftConfig(name="eagle3", ttt_steps=k), QWEN3_8B, len(LAYER_IDS), DOCUMENT)
-        results.append(
-            {
-                "storage": "bf16",
-                "bare_tok_s": round(bare),
-                "train_tok_s": round(speed),
-                "ratio": round(speed / bare, 4),
-                "data_wait_share": round(summary["data_wait_share"], 4),
-                "mfu": round(speed * flops / ceiling, 4),
-            }
-        )
-        notes.append(
-            {
-                "ttt_steps": k,
-                "peak_gib": summary["peak_memory_gib"],
-                "bare_peak_gib": gib,
-                "bare": [before, after],
-            }
-        )
-        print(results[-1], flush=True)
-    all_notes = {"runs": notes, "matmul_tflops": ceiling / 1e12, "loader_alone_tok_s": alone}
-    write_results(arguments.out, results, notes=all_notes)
+        for storage, store in stores.items():
+            out = work / f"run-k{k}-{storage}"
+            summary = train(size, verifier, store, out, k, arguments.updates, arguments.step)
+            again = bare_speed(loops[arguments.step], size)
+            bare, speed = max(before[arguments.step], again), summary["tokens_per_second"]
+            results.append(
+                {
+                    "storage": storage,
+                    "bare_tok_s": round(bare),
+                    "train_tok_s": round(speed),
+                    "ratio": round(speed / bare, 4),
+                    "data_wait_share": round(summary["data_wait_share"], 4),
+                    "mfu": round(summary["needed_tflops_per_device"] * 1e12 / ceiling, 4),
+                }
+            )
+            kept = ("read_gb_per_second", "peak_memory_gib", "first_update_seconds", "limit", "mfu")
+            run = {name: summary[name] for name in kept} | {"bare_before": before, "bare_after": again}
+            notes[f"k{k}_{storage}"] = run
+            print(results[-1], flush=True)
+    write_results(arguments.out, results, notes=notes)
 
 
 if __name__ == "__main__":

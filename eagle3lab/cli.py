@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -16,11 +15,12 @@ from omegaconf import DictConfig
 
 from eagle3lab.config import compose
 from eagle3lab.config.check import CHECKS
-from eagle3lab.config.errors import EXIT_USER_ERROR, UserError, raise_all
+from eagle3lab.config.errors import StoppedBySignal, UserError, raise_all
+from eagle3lab.config.flops import flops_counter
 from eagle3lab.config.help import help_text
 from eagle3lab.config.invocation import Invocation, absolute_data, absolute_model, default_store, named
 from eagle3lab.config.names import honest_choices
-from eagle3lab.config.plan import plan_extraction, plan_training
+from eagle3lab.config.plan import StoreCounts, plan_extraction, plan_training
 from eagle3lab.config.plan_text import describe_extraction, describe_training, require_fit
 from eagle3lab.config.schema import EvaluateRoot, ExtractRoot, ModelConfig, TrainRoot
 from eagle3lab.config.stamp import is_rank_zero
@@ -83,8 +83,9 @@ def _say_foreign_code(model: ModelConfig) -> None:
 
 
 def _exit_with(error: UserError) -> NoReturn:
-    print(f"error: {error.render()}", file=sys.stderr)
-    sys.exit(EXIT_USER_ERROR)
+    if not isinstance(error, StoppedBySignal) or is_rank_zero():
+        print(f"error: {error.render()}", file=sys.stderr)
+    sys.exit(error.exit_code)
 
 
 def run_extract(cfg: ExtractRoot, invocation: Invocation) -> None:
@@ -137,10 +138,11 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
         cfg.train,
         num_aux=len(aux_layer_ids),
         num_devices_per_node=hardware.num_devices or 1,
-        store_tokens=_store_tokens(Path(str(cfg.store))),
+        store=StoreCounts.read(Path(str(cfg.store))),
+        optim=cfg.optim,
     )
     if cfg.plan:
-        chosen = honest_choices(invocation.groups(), invocation.overrides, cfg.noise)
+        chosen = honest_choices(invocation.groups(), invocation.overrides, cfg)
         print(describe_training(plan, hardware, chosen, str(cfg.run_name)))
     require_fit(plan, hardware)
     if cfg.plan:
@@ -153,18 +155,21 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
 
     from eagle3lab.draft.speculators_model import build_draft
     from eagle3lab.draft.vocabulary import DraftVocabulary
-    from eagle3lab.experiments.lifecycle import begin_run, finish_run, tracked
+    from eagle3lab.experiments.lifecycle import about, begin_run, finish_run, tracked
     from eagle3lab.extract.on_demand import open_store
     from eagle3lab.extract.pipeline import verifier_identity
     from eagle3lab.extract.self_test import self_test_store
     from eagle3lab.store.manifest import check_identity, check_template_args
-    from eagle3lab.training.build import build_module
+    from eagle3lab.training.build import build_module, pack_preparer
     from eagle3lab.training.checkpoint_state import load_weights
+    from eagle3lab.training.clock import process_seconds
     from eagle3lab.training.datamodule import Eagle3DataModule
     from eagle3lab.training.replicas import micro_batches_per_update, num_replicas
     from eagle3lab.training.report import closing_lines, start_lines
     from eagle3lab.training.tracker_log import TrackerLog
     from eagle3lab.training.trainer import fit
+    from eagle3lab.training.weight_average import weights_label
+    from eagle3lab.training.work import work_counter
     from eagle3lab.verifier.facts import read_facts
     from eagle3lab.verifier.locate import locate_verifier
     from eagle3lab.verifier.weights import load_edge_weights
@@ -182,6 +187,9 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
         seed=cfg.train.seed,
         aux_layer_ids=aux_layer_ids,
         num_threads=hardware.num_loader_threads,
+        supervision=cfg.loss.supervision,
+        prepare=pack_preparer(cfg.draft, hardware),
+        count_work=work_counter(cfg.draft),
     )
     vocabulary = DraftVocabulary.from_counts(
         store.token_counts(), plan.size.vocab_size, always_keep=facts.eos_token_ids
@@ -230,23 +238,28 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
         vocabulary=vocabulary,
         edge=edge,
         rms_norm_eps=facts.rms_norm_eps,
+        step=cfg.draft.step,
     )
     with tracked(cfg, invocation, run_dir, provenance) as (tracker, results):
-        loggers = [TrackerLog(tracker)] if tracker else []
         summary = fit(
             module,
             data,
             hardware=hardware,
             train=cfg.train,
             run_dir=run_dir,
-            loggers=loggers,
+            loggers=[TrackerLog(tracker)] if tracker else [],
             resume=cfg.resume,
+            resume_command=invocation.resume_command(run_dir),
+            about=about(cfg, provenance, tracker),
+            needed_flops=flops_counter(cfg.draft, shapes, len(aux_layer_ids)),
+            seconds_before=process_seconds(),
         )
         if not is_rank_zero():
             return None
         results.update(summary.best_validation or summary.last_validation)
         exported_update = load_weights(draft, Path(summary.best_checkpoint or summary.last_checkpoint))
-        finish_run(cfg, draft, run_dir, summary.to_json() | {"exported_update": exported_update}, provenance)
+        exported = {"exported_update": exported_update, "exported_weights": weights_label(cfg.optim)}
+        finish_run(cfg, draft, run_dir, summary.to_json() | exported, provenance)
         print(
             closing_lines(cfg, summary, run_dir, exported_update, invocation.groups().get("model", "local"))
         )
@@ -281,9 +294,3 @@ def run_evaluate(cfg: EvaluateRoot, invocation: Invocation) -> float | None:
         print(f"  {stage:<20} {seconds:8.1f} s")
     print(f"figures {out / 'evaluation.json'}, plot {plot_acceptance(evaluation, out)}")
     return evaluation.variant(k=max(cfg.decode.k)).overall.acceptance_length
-
-
-def _store_tokens(store: Path) -> int | None:
-    """Tokens of a store that exists, read from its manifest alone."""
-    manifest = store / "manifest.json"
-    return int(json.loads(manifest.read_text())["num_tokens"]) if manifest.is_file() else None

@@ -7,6 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .bounds import positive as _positive
+from .bounds import within as _within
+from .check_loss import check_loss
+from .check_optim import check_optim
 from .errors import Problem
 from .schema import (
     Accelerator,
@@ -17,11 +21,9 @@ from .schema import (
     EvaluateRoot,
     ExtractRoot,
     HardwareConfig,
-    LossConfig,
     ModelConfig,
     NoiseConfig,
     NoiseKind,
-    OptimConfig,
     TrainerConfig,
     TrainRoot,
     VerifierSource,
@@ -36,8 +38,8 @@ def check_train(cfg: TrainRoot) -> list[Problem]:
         *_hardware(cfg.hardware),
         *_noise(cfg.noise),
         *_draft(cfg.draft, cfg.model),
-        *_loss(cfg.loss),
-        *_optim(cfg.optim),
+        *check_loss(cfg.loss),
+        *check_optim(cfg.optim),
         *_budget(cfg.train, cfg.hardware),
     ]
 
@@ -79,23 +81,6 @@ def check_evaluate(cfg: EvaluateRoot) -> list[Problem]:
             )
         )
     return problems
-
-
-def _positive(key: str, value: float | None, *, least: float = 1) -> Iterator[Problem]:
-    if value is not None and not (value >= least and math.isfinite(value)):
-        yield Problem(key, value, f"at least {least:g}", f"{key}={least:g}")
-
-
-def _within(
-    key: str, value: float | None, low: float, high: float, *, open_low: bool = False
-) -> Iterator[Problem]:
-    if value is None:
-        return
-    if not (math.isfinite(value) and (low < value if open_low else low <= value) and value <= high):
-        bracket = "(" if open_low else "["
-        yield Problem(
-            key, value, f"a number in {bracket}{low:g}, {high:g}]", f"{key}={high if open_low else low:g}"
-        )
 
 
 def _model(model: ModelConfig) -> Iterator[Problem]:
@@ -220,28 +205,6 @@ def _draft(draft: DraftConfig, model: ModelConfig) -> Iterator[Problem]:
             heads,
             f"a multiple of the {kv_heads} key-value heads",
             f"draft.num_heads={kv_heads}",
-        )
-
-
-def _loss(loss: LossConfig) -> Iterator[Problem]:
-    yield from _within("loss.step_decay", loss.step_decay, 0, 1, open_low=True)
-
-
-def _optim(optim: OptimConfig) -> Iterator[Problem]:
-    yield from _within("optim.lr", optim.lr, 0, 1, open_low=True)
-    yield from _within("optim.lr_min_share", optim.lr_min_share, 0, 1)
-    yield from _within("optim.weight_decay", optim.weight_decay, 0, 1)
-    yield from _within("optim.grad_clip_norm", optim.grad_clip_norm, 0, math.inf, open_low=True)
-    if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
-        yield Problem("optim.betas", optim.betas, "two numbers in [0, 1)", "optim.betas=[0.9,0.95]")
-    yield from _positive("optim.lr_warmup_updates", optim.lr_warmup_updates, least=0)
-    yield from _positive("optim.lr_warmup_tokens", optim.lr_warmup_tokens, least=0)
-    if optim.lr_warmup_updates and optim.lr_warmup_tokens:
-        yield Problem(
-            "optim.lr_warmup_updates and optim.lr_warmup_tokens are both set",
-            f"{optim.lr_warmup_updates} and {optim.lr_warmup_tokens}",
-            "one of them",
-            "optim.lr_warmup_updates=null",
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 EXIT_USER_ERROR = 2
+EXIT_STOPPED = 143  # 128 + SIGTERM, as a shell reports it
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,12 @@ class Problem:
 
 
 class UserError(Exception):
-    """A mistake of the user's. `cli` prints it without a traceback and exits with code 2.
+    """A mistake of the user's. `cli` prints it without a traceback and exits with `exit_code`.
 
     Programming errors use `assert` or the builtin exceptions instead, and keep their traceback.
     """
+
+    exit_code = EXIT_USER_ERROR
 
     def __init__(self, *problems: Problem | str) -> None:
         self.problems: tuple[Problem, ...] = tuple(
@@ -51,6 +54,12 @@ class UserError(Exception):
 
 class IntegrityError(UserError):
     """An artefact on disk is not what it says it is (checksum, identity, shape, alignment)."""
+
+
+class StoppedBySignal(UserError):
+    """Nobody's mistake: the run was told to end, saved what it had, and can go on from there."""
+
+    exit_code = EXIT_STOPPED
 
 
 def raise_all(problems: Sequence[Problem]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,6 +46,19 @@ class Invocation:
     def text(self, path: str | None) -> str | None:
         """The same for a field: None stays None, and `asset:NAME` names a shipped file."""
         return path if path is None or path.startswith("asset:") else str(self.path(path))
+
+    def resume_command(self, run_dir: Path) -> str:
+        """What to type to go on with a training run of this job, with the launcher it was started by."""
+        command = ["python", "train.py"]
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            nodes, processes = (
+                os.environ.get("GROUP_WORLD_SIZE", "1"),
+                os.environ.get("LOCAL_WORLD_SIZE", "1"),
+            )
+            command = ["torchrun", "--nnodes", nodes, "--nproc_per_node", processes, "train.py"]
+        set_here = ("run_dir", "resume", "outputs")
+        kept = [word for word in self.overrides if word.split("=", 1)[0] not in set_here]
+        return shlex.join([*command, *kept, f"run_dir={run_dir}", "resume=true"])
 
     def groups(self) -> dict[str, str]:
         order = (

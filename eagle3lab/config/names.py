@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 
+from .loss_text import loss_label
 from .schema import NoiseConfig, NoiseKind, TrainRoot
 
 MAX_LENGTH = 120
@@ -19,31 +20,42 @@ def noise_label(noise: NoiseConfig) -> str:
 
 
 def run_name(cfg: TrainRoot, overrides: Sequence[str]) -> str:
-    """`<model>-<data>-<draft>-<noise>` and every other override of the command line.
+    """`<model>-<data>-<draft>-<noise>` and every other override of the command line, the loss first.
 
-    `noise=uniform0.05 noise.scale=0.3` is `...-uniform0.3`. Long names are cut and carry a hash of
+    `noise=uniform0.05 noise.scale=0.3` is `...-uniform0.3`, `loss=kl loss.kind=tv` is `...-tv`. Long names are cut and carry a hash of
     the whole, so two different runs never share a name.
     """
     parts = [cfg.model.name, cfg.data.name, cfg.draft.name, noise_label(cfg.noise)]
+    if any(_group(override) == "loss" for override in overrides):
+        parts.append(loss_label(cfg.loss))
     for override in sorted(overrides):
         key, _, value = override.lstrip("+").partition("=")
-        group = key.partition(".")[0]
-        if group in (*_SILENT, "noise") or key in ("model", "data", "draft", "model.path", "data.paths"):
+        if _group(override) in (*_SILENT, "noise", "loss") or key in (
+            "model",
+            "data",
+            "draft",
+            "model.path",
+            "data.paths",
+        ):
             continue
         leaf = key.rpartition(".")[2]
         parts.append(f"{leaf}_{value}" if "." in key else f"{value}")
     return safe_name("-".join(parts))
 
 
-def honest_choices(
-    choices: Mapping[str, str], overrides: Sequence[str], noise: NoiseConfig
-) -> dict[str, str]:
-    """The options chosen, so that none claims what was overridden: noise by its values, others marked `+changed`."""
-    changed = {
-        override.lstrip("+").partition(".")[0] for override in overrides if "." in override.partition("=")[0]
-    }
+def _group(override: str) -> str:
+    return override.lstrip("+").partition("=")[0].partition(".")[0]
+
+
+def honest_choices(choices: Mapping[str, str], overrides: Sequence[str], cfg: TrainRoot) -> dict[str, str]:
+    """The options chosen, so that none claims what was overridden.
+
+    Noise and loss go by their values, others are marked `+changed`.
+    """
+    changed = {_group(override) for override in overrides if "." in override.partition("=")[0]}
     named = {group: f"{option}+changed" if group in changed else option for group, option in choices.items()}
-    return named | ({"noise": noise_label(noise)} if "noise" in named else {})
+    labels = {"noise": noise_label(cfg.noise), "loss": loss_label(cfg.loss)}
+    return named | {group: label for group, label in labels.items() if group in named}
 
 
 def safe_name(text: str) -> str:

@@ -1,15 +1,29 @@
 """What a run would need, from shapes alone: parameters, memory, tokens, disk, time. No torch, no device.
 
-Units: GiB for device memory, GB (1e9) for disk and bandwidth. The activation formula is the one of
-speculators' own training forward, fitted to its measured peak (16.1 GiB at K=3 and 27.6 GiB at K=7 for
-hidden 4096, ffn 12288, draft vocabulary 32000, packs of 8192 in bf16 on one H200).
+Units: GiB for device memory, GB (1e9) for disk and bandwidth. The activation formula of the reference step is
+fitted to its measured peak (16.1 GiB at K=3 and 27.6 GiB at K=7 for hidden 4096, ffn 12288, draft vocabulary
+32000, packs of 8192 in bf16 on one H200); that of the pruned step counts what it keeps.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
-from .schema import DraftConfig, HardwareConfig, Precision, Shapes, StoreDtype, TrainerConfig
+from .flops import flops_per_token
+from .schema import (
+    DraftConfig,
+    HardwareConfig,
+    OptimConfig,
+    OptimKind,
+    Precision,
+    Shapes,
+    StoreDtype,
+    Strategy,
+    TrainerConfig,
+    TrainingStep,
+)
 
 GIB = 2**30
 
@@ -37,15 +51,23 @@ def draft_size(draft: DraftConfig, shapes: Shapes, num_aux: int) -> DraftSize:
     return DraftSize(trainable, shapes.vocab_size * h + 2 * vocab * h + h, vocab)
 
 
-def flops_per_token(draft: DraftConfig, shapes: Shapes, num_aux: int, doc_len: int = 1024) -> float:
-    """FLOPs that one pack position costs the unpruned step: forward and backward, heads without weight gradient."""
-    size = draft_size(draft, shapes, num_aux)
-    k = draft.ttt_steps
-    fc = num_aux * shapes.hidden_size**2
-    head = 2 * shapes.hidden_size * size.vocab_size
-    q = (draft.num_heads or shapes.num_heads) * (draft.head_dim or shapes.head_dim)
-    attention = draft.num_layers * k * 4 * q * (doc_len / 2) * 3.5
-    return 6 * (fc + k * (size.trainable - fc)) + 2 * k * head + head + attention
+@dataclass(frozen=True)
+class StoreCounts:
+    """What a plan takes from a store that exists."""
+
+    num_tokens: int
+    supervised_share: float
+    dtype: StoreDtype
+
+    @classmethod
+    def read(cls, store: Path) -> StoreCounts | None:
+        """From the manifest alone; None where there is no store yet."""
+        manifest = store / "manifest.json"
+        if not manifest.is_file():
+            return None
+        values = json.loads(manifest.read_text())
+        tokens = int(values["num_tokens"])
+        return cls(tokens, int(values["num_supervised"]) / max(tokens, 1), StoreDtype(values["dtype"]))
 
 
 @dataclass(frozen=True)
@@ -81,28 +103,22 @@ def plan_training(
     *,
     num_aux: int,
     num_devices_per_node: int,
-    store_tokens: int | None,
+    store: StoreCounts | None,
+    optim: OptimConfig | None = None,
 ) -> TrainPlan:
-    """Plan a run; `store_tokens` are the training tokens of the store when it exists."""
+    """Plan a run. Without a store all tokens count as supervised, and as stored in bf16."""
     size = draft_size(draft, shapes, num_aux)
     devices = num_devices_per_node * hardware.num_nodes
     unit = train.seq_len * devices
     accumulate = max(1, (train.tokens_per_update or unit) // unit)
     tokens_per_update = unit * accumulate
     bytes_per_state = 2 if hardware.precision is Precision.bf16 else 4
-    per_token_step = size.vocab_size * 3 * bytes_per_state + bytes_per_state * (
-        4 * (draft.intermediate_size or shapes.intermediate_size) + 12 * shapes.hidden_size
-    )
+    share = store.supervised_share if store else 1.0
     batch = train.seq_len * (num_aux + 1) * shapes.hidden_size * bytes_per_state
     memory = {
-        "trainable weights (fp32)": size.trainable * 4 / GIB,
-        "gradients (fp32)": size.trainable * 4 / GIB,
-        "optimizer states (fp32)": size.trainable * 8 / GIB,
-        "frozen embedding and heads": size.frozen * 4 / GIB,
-        "activations": (
-            draft.ttt_steps * train.seq_len * per_token_step
-            + size.vocab_size * train.seq_len * bytes_per_state
-        )
+        **_trained_gib(size.trainable, devices, hardware.strategy, optim),
+        "frozen embedding and heads": _frozen_bytes(draft, shapes, size, bytes_per_state) / GIB,
+        "activations": _activation_bytes(draft, shapes, size, num_aux, train.seq_len, share, bytes_per_state)
         / GIB,
         "batches in flight": 2 * batch / GIB,
     }
@@ -113,10 +129,16 @@ def plan_training(
             * hardware.peak_tflops
             * 1e12
             * hardware.assumed_mfu
-            / flops_per_token(draft, shapes, num_aux)
+            / flops_per_token(
+                draft,
+                shapes,
+                num_aux,
+                supervised_share=share,
+            )
         )
-    store_bytes = stored_bytes_per_token(shapes.hidden_size, num_aux)
-    updates = _num_updates(train, store_tokens, tokens_per_update)
+    store_dtype = store.dtype if store else StoreDtype.bfloat16
+    store_bytes = stored_bytes_per_token(shapes.hidden_size, num_aux, store_dtype)
+    updates = _num_updates(train, store.num_tokens if store else None, tokens_per_update)
     return TrainPlan(
         size=size,
         num_devices=devices,
@@ -130,6 +152,57 @@ def plan_training(
         store_bytes_per_token=store_bytes,
         hours=updates * tokens_per_update / speed / 3600 if speed and updates else None,
     )
+
+
+def _frozen_bytes(draft: DraftConfig, shapes: Shapes, size: DraftSize, bytes_per_value: int) -> float:
+    """The pruned step holds a bf16 verifier's in bf16 and equal heads once, the reference all in fp32."""
+    if draft.step is TrainingStep.reference:
+        return size.frozen * 4
+    return (shapes.vocab_size + size.vocab_size) * shapes.hidden_size * bytes_per_value
+
+
+def _activation_bytes(
+    draft: DraftConfig,
+    shapes: Shapes,
+    size: DraftSize,
+    num_aux: int,
+    seq_len: int,
+    share: float,
+    bytes_per_value: int,
+) -> float:
+    """What a pack leaves for its backward pass; `share` of its positions is supervised."""
+    h, ffn = shapes.hidden_size, draft.intermediate_size or shapes.intermediate_size
+    if draft.step is TrainingStep.reference:
+        per_token_step = bytes_per_value * (3 * size.vocab_size + 4 * ffn + 12 * h)
+        return seq_len * (draft.ttt_steps * per_token_step + size.vocab_size * bytes_per_value)
+    head_dim = draft.head_dim or shapes.head_dim
+    q, kv = (
+        n * head_dim for n in (draft.num_heads or shapes.num_heads, draft.num_kv_heads or shapes.num_kv_heads)
+    )
+    # operands of the products in the compute dtype, and the residual stream twice in fp32
+    per_row = bytes_per_value * (2 * ffn + 4 * h + 3 * q + 2 * kv) + 8 * h
+    row_steps = share * seq_len * draft.ttt_steps * draft.num_layers
+    context = seq_len * (bytes_per_value * ((num_aux + 3) * h + 4 * kv) + (draft.num_layers - 1) * per_row)
+    targets = share * seq_len * size.vocab_size * bytes_per_value
+    return row_steps * per_row + context + targets + size.trainable * bytes_per_value
+
+
+def _trained_gib(
+    trainable: int, devices: int, strategy: Strategy, optim: OptimConfig | None
+) -> dict[str, float]:
+    """What a trained parameter takes: all fp32. FSDP2 keeps shards, and whole weights and gradients in a step."""
+    one = trainable * 4 / GIB
+    states = 1 if optim is not None and optim.kind is OptimKind.muon else 2  # norms have two, and are few
+    average = 1 if optim is not None and optim.ema_decay is not None else 0
+    share = 1 / devices if strategy is Strategy.fsdp2 else 1.0
+    gathered = one if strategy is Strategy.fsdp2 else 0.0
+    memory = {
+        "trainable weights (fp32)": one * share + gathered,
+        "gradients (fp32)": one * share + gathered,
+        "optimizer states (fp32)": one * states * share,
+        "averaged weights (fp32)": one * average * share,
+    }
+    return {part: gib for part, gib in memory.items() if gib}
 
 
 def _num_updates(train: TrainerConfig, store_tokens: int | None, tokens_per_update: int) -> int | None:

@@ -40,7 +40,8 @@ class Accelerator(Enum):
 
 class Strategy(Enum):
     auto = "auto"  # one process for one device, ddp for several
-    ddp = "ddp"
+    ddp = "ddp"  # every process holds everything
+    fsdp2 = "fsdp2"  # trained weights, their gradients and optimizer states in shards over all processes
 
 
 class Precision(Enum):
@@ -86,6 +87,36 @@ class LossKind(Enum):
     js = "js"
     ce = "ce"
     tv = "tv"
+    lk = "lk"  # kl and tv, weighted by the acceptance probability
+    sum = "sum"  # of those named in loss.weights
+
+
+class Normalisation(Enum):
+    """What the token losses of an update are averaged over, separately for every TTT step."""
+
+    token = "token"  # all supervised tokens of the update weigh the same
+    pack = "pack"  # all packs of the update weigh the same, as in speculators
+    sequence = "sequence"  # all rows of the update weigh the same
+
+
+class Supervision(Enum):
+    """When a prediction is trained on, by the loss mask of the token put in and of the one predicted."""
+
+    input_token = "input_token"
+    predicted_token = "predicted_token"
+    both = "both"
+
+
+class OptimKind(Enum):
+    adamw = "adamw"
+    muon = "muon"  # torch's Muon for the matrices, AdamW for the rest
+
+
+class TrainingStep(Enum):
+    """How the training-time test is computed; loss and gradients are the same."""
+
+    pruned = "pruned"  # only where a loss counts
+    reference = "reference"  # speculators' own forward, at every position
 
 
 class Schedule(Enum):
@@ -139,9 +170,7 @@ class DataConfig:
     """Where conversations come from and which of them become rows."""
 
     name: str = MISSING
-    paths: list[str] = field(
-        default_factory=list
-    )  # .jsonl, .json, optionally .xz or .gz; `asset:NAME` is shipped
+    paths: list[str] = field(default_factory=list)  # .jsonl, .json, also .xz or .gz; `asset:NAME` is shipped
     format: DataFormat = DataFormat.auto
     role_map: dict[str, str] = field(default_factory=dict)  # extra role -> system|user|assistant|tool
     max_conversations: int | None = None
@@ -214,22 +243,39 @@ class DraftConfig:
     fc_norm: bool = False
     norm_output: bool = False
     ttt_steps: int = 3
+    step: TrainingStep = TrainingStep.pruned
 
 
 @dataclass
 class LossConfig:
+    """What is minimised: a token loss, how steps and tokens weigh, and which tokens count."""
+
     kind: LossKind = LossKind.kl
+    weights: dict[str, float] = field(default_factory=dict)  # of kind=sum: {kl: 1.0, tv: 0.1}
+    lk_eta: float = 3.0  # of lk: kl weighs exp(-lk_eta * acceptance probability), tv the rest
     step_decay: float = 1.0  # weight of TTT step k is step_decay**k
+    normalisation: Normalisation = Normalisation.token
+    supervision: Supervision = Supervision.input_token
+
+    def terms(self) -> list[tuple[LossKind, float]]:
+        """The token losses in it with their weights, in the order of `LossKind`."""
+        if self.kind is not LossKind.sum:
+            return [(self.kind, 1.0)]
+        return [(kind, self.weights[kind.value]) for kind in LossKind if kind.value in self.weights]
 
 
 @dataclass
 class OptimConfig:
-    """AdamW and its schedule, in updates or tokens."""
+    """The optimizer and its schedule, in updates or tokens."""
 
-    lr: float = 1.0e-4
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    eps: float = 1.0e-8
-    weight_decay: float = 0.0
+    kind: OptimKind = OptimKind.adamw
+    lr: float = 1.0e-4  # the peak
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # of AdamW
+    eps: float = 1.0e-8  # of AdamW
+    muon_lr: float | None = None  # the peak of Muon's matrices; default: lr, their steps have AdamW's size
+    muon_momentum: float = 0.95
+    weight_decay: float = 0.0  # of matrices alone
+    ema_decay: float | None = None  # average the weights over updates; validate and export the average
     grad_clip_norm: float | None = 0.5
     schedule: Schedule = Schedule.cosine
     lr_min_share: float = 0.0
@@ -279,9 +325,7 @@ class ExtractorConfig:
     dtype: StoreDtype = StoreDtype.bfloat16
     batch_tokens: int = 2048  # tokens of one forward pass, padding included where the backend pads
     shard_tokens: int = 16384
-    part: int = (
-        0  # of extract.num_parts machines, from 0; each writes its share of the shards to its own store
-    )
+    part: int = 0  # of extract.num_parts machines, from 0; each writes its share to a store of its own
     num_parts: int = 1  # joined by `python -m eagle3lab store merge`
     self_test_rows: int = 2
     scratch_dir: str | None = None  # where vllm hands over states; default: memory (/dev/shm)

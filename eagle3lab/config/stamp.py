@@ -46,10 +46,11 @@ def is_rank_zero() -> bool:
     """True in the process that writes: read from the environment, valid before any process group exists."""
     for variable in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
         value = os.environ.get(variable)
-        if value is not None and not (variable == "SLURM_PROCID" and _interactive_slurm()):
+        if value is not None and not (variable == "SLURM_PROCID" and interactive_slurm()):
             return int(value) == 0 and os.environ.get("NODE_RANK", "0") == "0"
     return True
 
 
-def _interactive_slurm() -> bool:
+def interactive_slurm() -> bool:
+    """True in a shell that SLURM gave, where it starts no ranks."""
     return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")

@@ -57,7 +57,7 @@ def _pack(name: str, parts: Sequence[Tensor], lengths: Tensor, max_len: int, pin
                 f"{name}: a sample of {list(part.shape)} {part.dtype} does not go with "
                 f"{[length, *first.shape[1:]]} {first.dtype}"
             )
-        packed[start : start + length] = part
+        packed[start : start + length].copy_(part)  # without the interpreter lock
         start += length
     packed[start:] = 0
     return packed.unsqueeze(0)

@@ -12,16 +12,26 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from eagle3lab.config.errors import IntegrityError, Problem, UserError
+from eagle3lab.config.schema import Supervision
 from eagle3lab.data.legacy import StandardizeFn, standardize_data_v1
 from eagle3lab.data.noise import TransformTensors
 from eagle3lab.data.packing import Unweighted
 from eagle3lab.data.sample_files import SampleFiles
-from eagle3lab.data.shift import Batch, shift_batch
+from eagle3lab.data.shift import SCALES, STATES, Batch, shift_batch
+from eagle3lab.data.supervision import apply_supervision
 from eagle3lab.store.manifest import check_layer_ids, is_store
 from eagle3lab.store.reader import StoreReader
-from eagle3lab.store.shards import AUX, INPUT_IDS, LAST, LOSS_MASK
+from eagle3lab.store.shards import AUX, AUX_SCALES, INPUT_IDS, LAST, LAST_SCALES, LOSS_MASK
 
 AnyPath = str | PathLike[str]
+_NAMES = {  # in a store, in a sample
+    INPUT_IDS: "input_ids",
+    LOSS_MASK: "loss_mask",
+    AUX: STATES[0],
+    LAST: STATES[1],
+    AUX_SCALES: STATES[0] + SCALES,
+    LAST_SCALES: STATES[1] + SCALES,
+}
 
 
 class _Source(Protocol):
@@ -30,6 +40,7 @@ class _Source(Protocol):
     lengths: list[int]
 
     def read(self, i: int) -> dict[str, Tensor]: ...
+    def read_checked(self, i: int) -> None: ...
     def read_mask(self, i: int) -> Tensor: ...
     def perhaps_unsupervised(self) -> list[int]: ...
 
@@ -38,10 +49,10 @@ class _StoreRows:
     """The rows of one split of a store, with a subset of its aux layers."""
 
     def __init__(
-        self, reader: StoreReader, split: str | None, aux_layer_ids: Sequence[int] | None, copy: bool
+        self, reader: StoreReader, split: str | None, aux_layer_ids: Sequence[int] | None, raw: bool
     ) -> None:
         self.reader = reader
-        self.copy = copy
+        self.raw = raw
         self.indices = reader.indices(split) if split else list(range(len(reader)))
         self.lengths = [reader.rows[i].length for i in self.indices]
         self.columns: list[int] | None = None
@@ -50,13 +61,12 @@ class _StoreRows:
             self.columns = [reader.manifest.layer_ids.index(k) for k in aux_layer_ids]
 
     def read(self, i: int) -> dict[str, Tensor]:
-        data = self.reader.read(self.indices[i], self.columns, copy=self.copy)
-        return {
-            "input_ids": data[INPUT_IDS],
-            "loss_mask": data[LOSS_MASK],
-            "hidden_states": data[AUX],
-            "verifier_last_hidden_states": data[LAST],
-        }
+        raw = self.raw
+        data = self.reader.read(self.indices[i], self.columns, copy=not raw, raw=raw, check=not raw)
+        return {_NAMES[name]: tensor for name, tensor in data.items()}
+
+    def read_checked(self, i: int) -> None:
+        self.reader.read(self.indices[i], self.columns, copy=False)
 
     def read_mask(self, i: int) -> Tensor:
         return self.reader.read_mask(self.indices[i])
@@ -76,8 +86,11 @@ class Eagle3SampleFileDataset(Dataset[Batch]):
 
     split: "train" or "validation" of a store (default: both). max_len: rows longer than this after the
     shift are an error; nothing is cut. aux_layer_ids: the store's layers to read (default: all).
-    transform: applied before the shift. copy=False: states may lie in the store's mapped files, for a collate
-    function that copies them. hidden_states_dtype: default as stored.
+    transform: applied before the shift. hidden_states_dtype: default as stored. raw: a store's states as they
+    lie in its mapped files, not copied and their values not looked at, fp8 with hidden_states_scales [L, n] and
+    verifier_last_hidden_states_scales [L, 1] beside it: for a collate function that copies them and a reader
+    that passes packs through `data.raw`. supervision: which predictions the loss mask marks, see
+    `apply_supervision`.
 
     `datapath=` and `file_list=` are the names of speculators 0.3/0.4 for a directory and a list; with
     them hidden_states_dtype defaults to float32, as it did there.
@@ -93,7 +106,8 @@ class Eagle3SampleFileDataset(Dataset[Batch]):
         transform: TransformTensors | None = None,
         hidden_states_dtype: torch.dtype | None = None,
         standardize_fn: StandardizeFn = standardize_data_v1,
-        copy: bool = True,
+        raw: bool = False,
+        supervision: Supervision = Supervision.input_token,
         datapath: AnyPath | None = None,
         file_list: Sequence[AnyPath] | None = None,
     ) -> None:
@@ -102,10 +116,13 @@ class Eagle3SampleFileDataset(Dataset[Batch]):
             raise ValueError("give exactly one of source, datapath and file_list")
         if source is None and hidden_states_dtype is None:
             hidden_states_dtype = torch.float32
+        if raw and (transform is not None or hidden_states_dtype is not None):
+            raise ValueError("raw states are neither transformed nor cast before they are on the device")
         self.transform = transform
         self.max_len = max_len
         self.hidden_states_dtype = hidden_states_dtype
-        self._source = _open_source(given[0], split, aux_layer_ids, standardize_fn, copy)
+        self.supervision = supervision
+        self._source = _open_source(given[0], split, aux_layer_ids, standardize_fn, raw)
         self.lengths = [length - 1 for length in self._source.lengths]
         _check_lengths(self.lengths, max_len)
 
@@ -119,15 +136,21 @@ class Eagle3SampleFileDataset(Dataset[Batch]):
 
     def supervised_counts(self, i: int, ttt_steps: int) -> tuple[int, ...]:
         """Supervised tokens of row i at every TTT step: n_k is the sum of the shifted mask from k on."""
-        mask = self._source.read_mask(i)[1:] != 0  # shape: [L]
+        mask = apply_supervision(self._source.read_mask(i), self.supervision)[1:]  # shape: [L]
         total = int(mask.sum())
         before = [0, *mask[: ttt_steps - 1].cumsum(0).tolist()]
         before += before[-1:] * (ttt_steps - len(before))
         return tuple(total - int(count) for count in before)
 
+    def check_row(self, i: int) -> None:
+        """Read row i with every check there is. Raises IntegrityError when it is damaged."""
+        self._source.read_checked(i)
+
     def unsupervised_rows(self) -> list[int]:
         """Rows without a supervised token after the shift: they cost compute and teach nothing."""
-        return [i for i in self._source.perhaps_unsupervised() if self.supervised_counts(i, 1) == (0,)]
+        by_input = self.supervision is Supervision.input_token
+        rows = self._source.perhaps_unsupervised() if by_input else range(len(self))
+        return [i for i in rows if self.supervised_counts(i, 1) == (0,)]
 
     def __getitem__(self, index: int) -> Batch:
         if not 0 <= index < len(self):
@@ -138,7 +161,7 @@ class Eagle3SampleFileDataset(Dataset[Batch]):
                 data[name] = _cast(data[name], self.hidden_states_dtype, f"row {index}: {name}")
         length = len(data["input_ids"])
         data["input_ids"] = data["input_ids"].long()
-        data["loss_mask"] = data["loss_mask"] != 0
+        data["loss_mask"] = apply_supervision(data["loss_mask"], self.supervision)
         data["lengths"] = torch.tensor([length], dtype=torch.long)
         data["position_ids"] = torch.arange(length, dtype=torch.long)
         if self.transform is not None:
@@ -156,14 +179,14 @@ def _open_source(
     split: str | None,
     aux_layer_ids: Sequence[int] | None,
     standardize_fn: StandardizeFn,
-    copy: bool,
+    raw: bool,
 ) -> _Source:
     if isinstance(given, StoreReader):
-        return _StoreRows(given, split, aux_layer_ids, copy)
+        return _StoreRows(given, split, aux_layer_ids, raw)
     if isinstance(given, str | PathLike):
         path = Path(given)
         if is_store(path) or not path.exists():
-            return _StoreRows(StoreReader(path), split, aux_layer_ids, copy)
+            return _StoreRows(StoreReader(path), split, aux_layer_ids, raw)
         files = SampleFiles(path, standardize_fn)
     else:
         files = SampleFiles([Path(file) for file in given], standardize_fn)

@@ -90,6 +90,10 @@ class SampleFiles:
         # copied: the tensors are views into the mapped file, writable within this process
         return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in data.items()}
 
+    def read_checked(self, i: int) -> None:
+        """Read row i; every read of these files checks everything."""
+        self.read(i)
+
     def read_mask(self, i: int) -> Tensor:
         """The loss mask of one file, [T] uint8."""
         own = self.standardize_fn not in _KNOWN_FORMS

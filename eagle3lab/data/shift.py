@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 Batch = dict[str, Any]
+STATES = ("hidden_states", "verifier_last_hidden_states")
+SCALES = "_scales"  # of fp8 states lie under the states' name with this behind it
 
 
 def shift_batch(batch: Batch) -> Batch:
@@ -12,8 +14,11 @@ def shift_batch(batch: Batch) -> Batch:
 
     Takes input_ids, hidden_states, verifier_last_hidden_states, loss_mask, position_ids of length T and
     lengths [1]; returns the same keys with length T - 1. Positions start at 1 when they came from 0.
+    Scales of fp8 states, where there are any, move with their states.
     The alignment is that of speculators' `shift_batch`.
     """
+    aux, last = (name + SCALES for name in STATES)
+    scales = {aux: batch[aux][:-1], last: batch[last][1:]} if aux in batch else {}
     return {
         "input_ids": batch["input_ids"][1:],  # shape: [T - 1]
         "hidden_states": batch["hidden_states"][:-1],  # shape: [T - 1, n_aux * hidden_size]
@@ -23,4 +28,5 @@ def shift_batch(batch: Batch) -> Batch:
         "loss_mask": batch["loss_mask"][1:],  # shape: [T - 1]
         "lengths": batch["lengths"] - 1,  # shape: [1]
         "position_ids": batch["position_ids"][1:],  # shape: [T - 1]
+        **scales,  # shapes: [T - 1, n_aux], [T - 1, 1]
     }

@@ -97,7 +97,9 @@ def _train(cfg: TrainRoot, hardware: HardwareConfig, work: Path, made: dict[str,
     before = {
         name: tensor.detach().clone() for name, tensor in draft.named_parameters() if tensor.requires_grad
     }
-    data = Eagle3DataModule(store, seq_len=cfg.train.seq_len, aux_layer_ids=ids)
+    data = Eagle3DataModule(
+        store, seq_len=cfg.train.seq_len, aux_layer_ids=ids, supervision=cfg.loss.supervision
+    )
     module = build_module(
         draft,
         data.plan(cfg.train, num_replicas=1, micro_batches=1),

@@ -19,6 +19,7 @@ from torch import Tensor
 from eagle3lab.config.errors import IntegrityError, Problem, UserError
 from eagle3lab.draft import format as draft_format
 from eagle3lab.draft.format import CONFIG_FILE, PROVENANCE_FILE, WEIGHTS_FILE, DraftShape
+from eagle3lab.draft.frozen import widen_frozen
 from eagle3lab.draft.inference import ChainDrafter
 from eagle3lab.draft.speculators_model import (
     assert_finite,
@@ -48,12 +49,13 @@ def export_draft(
     """Write config.json, model.safetensors and provenance.json, read them back, then move them in place.
 
     An earlier export in `directory` is replaced only after the new one passed. Weights keep the dtype of
-    the model; the embedding is included, so a reader needs no verifier (vLLM shares it with the verifier's
+    the trained ones; the embedding is included, so a reader needs no verifier (vLLM shares it with the verifier's
     where the two are equal). `verifier_name` replaces the path the verifier was read from.
     Raises IntegrityError when what was written is not what was trained.
     """
     directory = Path(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
+    widen_frozen(model)
     config = _exported_config(model, verifier_name)
     tensors = {
         name: tensor.detach().cpu().contiguous()

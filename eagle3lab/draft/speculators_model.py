@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from eagle3lab.config.errors import Problem, UserError, raise_all
-from eagle3lab.config.schema import DraftConfig, LossKind
+from eagle3lab.config.schema import DraftConfig, LossConfig, LossKind
 from eagle3lab.draft.layer_config import layer_config
+from eagle3lab.draft.losses import TokenLoss
 from eagle3lab.draft.vocabulary import DraftVocabulary
 from eagle3lab.verifier.facts import VerifierFacts
 from eagle3lab.verifier.layer_ids import check_aux_layer_ids
@@ -39,6 +40,7 @@ _LOSS_NAMES = {
     LossKind.js: "jsd",
     LossKind.ce: "ce",
     LossKind.tv: "tv",
+    LossKind.lk: "lk_hybrid",
 }
 
 # (module, attribute, names that must be parameters of it, names that must be pydantic fields of it)
@@ -229,20 +231,31 @@ def vocabulary_of(model: Any) -> DraftVocabulary:
     return DraftVocabulary(model.t2d.cpu(), model.d2t.cpu())
 
 
-def loss_function(kind: LossKind, implementation: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """speculators' per-token divergence: `(logits, targets)` of `[1, S, Vd]` -> fp32 `[1, S]`.
+def speculators_loss(loss: LossConfig, implementation: str) -> TokenLoss:
+    """The token loss of `losses.token_loss`, made of speculators' own: logits `[1, S, Vd]` -> fp32 `[1, S]`.
 
-    `implementation`: eager, or fused (Triton, CUDA only). Both compute in fp32 whatever the logits are.
-    The fused kernels cannot be traced by dynamo inside the compiled forward, so they are kept out of it.
+    `implementation`: eager, or fused (Triton, CUDA only), which holds no `[S, Vd]` of its own. Both compute in
+    fp32 whatever the logits are. Dynamo cannot trace the fused kernels inside the compiled forward, so they
+    are kept out of it.
     """
     _checked_api()
     from speculators.losses import resolve_loss_config
 
-    name = _LOSS_NAMES[kind]
-    function = resolve_loss_config(name, implementation)[name][0]
-    if implementation == "fused":
-        return torch.compiler.disable(function)
-    if kind is LossKind.ce:
-        # The eager cross entropy alone stays in the dtype of the logits.
-        return lambda logits, targets: function(logits.float(), targets)
-    return function
+    def term(kind: LossKind) -> TokenLoss:
+        name = _LOSS_NAMES[kind]
+        function: Any = resolve_loss_config(name, implementation)[name][0]
+        if kind is LossKind.lk:
+            return functools.partial(function, eta=loss.lk_eta)
+        if kind is LossKind.ce and implementation == "eager":
+            # it alone stays in the dtype of the logits
+            return lambda logits, targets: function(logits.float(), targets)
+        found: TokenLoss = function
+        return found
+
+    terms = [(term(kind), weight) for kind, weight in loss.terms()]
+
+    def compute(logits: Tensor, targets: Tensor) -> Tensor:
+        values = [weight * function(logits, targets) for function, weight in terms]
+        return functools.reduce(torch.add, values)
+
+    return torch.compiler.disable(compute) if implementation == "fused" else compute

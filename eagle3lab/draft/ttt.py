@@ -2,12 +2,12 @@
 
 speculators averages a pack's masked loss, lets targets cross document borders and multiplies NaN by 0.
 So its loss is not used: a recording loss function keeps the per-token losses it asks for, and they are
-summed under masks that respect borders. The trainer divides by the supervised tokens of the update.
+summed under masks that respect borders. The trainer divides by what the update holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.draft.losses import TokenLoss
 from eagle3lab.draft.vocabulary import DraftVocabulary
-
-TokenLoss = Callable[[Tensor, Tensor], Tensor]
 
 # FlexAttention's block masks are extended block-wise: another length gives wrong masks, not an error.
 FLEX_BLOCK = 128
@@ -61,7 +60,8 @@ class LossRecorder:
 class TTTOutput:
     """What one pack gave. Column j of step k is the draft's guess made from start j, k tokens on."""
 
-    loss_sums: Tensor  # shape: [K], with graph; sum of token losses of step k
+    loss_sums: Tensor  # shape: [K], with graph; sum of token losses of step k, times their weights if any
+    token_loss_sums: Tensor  # shape: [K], without graph; the same without weights
     num_supervised: Tensor  # shape: [K], int64; tokens in each sum
     draft_tokens: Tensor  # shape: [K, S], draft-vocabulary ids
     correct: Tensor  # shape: [K, S], bool; equals the verifier's argmax over the draft vocabulary
@@ -87,12 +87,15 @@ def ttt_forward(
     ttt_steps: int,
     recorder: LossRecorder,
     *,
+    token_weights: Tensor | None = None,
     compiled: bool = True,
 ) -> TTTOutput:
     """Unroll the draft K steps over one pack and sum its token losses per step.
 
     batch: `input_ids`, `document_ids`, `loss_mask`, `position_ids` `[1, S]`, `hidden_states`
     `[1, S, n_aux * H]`, `verifier_last_hidden_states` `[1, S, H]`; other entries are ignored.
+    token_weights: fp32 `[K, S]`, entry (k, j) for the guess of step k made from start j; default 1. Entries
+    without supervision are not read.
     speculators compiles the forward where CUDA is available; `compiled=False` runs it uncompiled there, for
     sdpa or eager attention (uncompiled FlexAttention holds all scores).
     Raises UserError for a pack length that FlexAttention would mask wrongly.
@@ -124,12 +127,17 @@ def ttt_forward(
 
     guesses = torch.cat(draft_tokens)  # shape: [K, total_seq_len]
     correct = torch.zeros_like(masks)
-    sums = []
+    sums, weighted = [], []
     for k, token_loss in enumerate(token_losses):
         length = seq_len - k
-        sums.append(torch.where(masks[k, :length], token_loss[0], 0).sum())
+        counted = torch.where(masks[k, :length], token_loss[0], 0)
+        sums.append(counted.sum())
+        if token_weights is not None:
+            weighted.append(torch.where(masks[k, :length], counted * token_weights[k, :length], 0).sum())
         correct[k, :length] = guesses[k, :length] == target_tokens[k:]
-    return TTTOutput(torch.stack(sums), masks.sum(dim=1), guesses, correct, masks)
+    token_loss_sums = torch.stack(sums)
+    loss_sums = torch.stack(weighted) if weighted else token_loss_sums
+    return TTTOutput(loss_sums, token_loss_sums.detach(), masks.sum(dim=1), guesses, correct, masks)
 
 
 def _check_flex_length(seq_len: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,14 @@ def _plain(cfg: TrainRoot) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
+def about(cfg: TrainRoot, provenance: Mapping[str, Any], tracker: WandbTracker | None) -> dict[str, Any]:
+    """What every checkpoint says of its run: configuration, provenance, W&B id, as JSON would hold them."""
+    said = {"config": _plain(cfg), "provenance": provenance, "wandb_run_id": tracker and tracker.run_id}
+    content = json.loads(json.dumps(said, default=str))
+    assert isinstance(content, dict)
+    return content
+
+
 @contextmanager
 def tracked(
     cfg: TrainRoot, invocation: Invocation, run_dir: Path, provenance: dict[str, Any]
@@ -74,7 +83,7 @@ def tracked(
     It is closed also when the run fails, and says so, so that the next job of a sweep gets one of its own.
     """
     results: dict[str, Any] = {}
-    chosen = honest_choices(invocation.groups(), invocation.overrides, cfg.noise)
+    chosen = honest_choices(invocation.groups(), invocation.overrides, cfg)
     tracker = None
     if is_rank_zero():
         tracker = build_wandb(
@@ -105,7 +114,12 @@ def finish_run(
     export_draft(
         draft,
         run_dir / "draft",
-        {**provenance, "run_name": cfg.run_name, "updates": summary["exported_update"]},
+        {
+            **provenance,
+            "run_name": cfg.run_name,
+            "updates": summary["exported_update"],
+            "weights": summary["exported_weights"],
+        },
     )
     plot_curves(run_dir / "metrics.csv", run_dir / "curves.png", str(cfg.run_name))
     write_json(run_dir / SUMMARY, summary)

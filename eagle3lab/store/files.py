@@ -17,6 +17,11 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # safetensors reports the errno of a failed write only inside its message
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
+_MAKE_ROOM = (
+    "free space or choose another store=DIRECTORY, then run the same command again: "
+    "every shard in the index stays valid and is not written again"
+)
+
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, fsync it and rename it to `path`.
@@ -60,7 +65,9 @@ def sha256_of(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(
+    path: Path, expected: str = "room on that disk for the whole store", fix: str = _MAKE_ROOM
+) -> Iterator[None]:
     """Turn "no space", "quota exceeded" and "file too large" into a UserError that names `path`."""
     try:
         yield
@@ -71,15 +78,16 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise UserError(
             Problem(
                 f"cannot write {path} (errno {number}, {os.strerror(number)})",
-                expected="room on that disk for the whole store",
-                fix="free space or choose another store=DIRECTORY, then run the same command again: "
-                "every shard in the index stays valid and is not written again",
+                expected=expected,
+                fix=fix,
             )
         ) from error
 
 
-def _errno_of(error: Exception) -> int | None:
+def _errno_of(error: BaseException) -> int | None:
     if isinstance(error, OSError):
         return error.errno
+    if isinstance(error.__context__, OSError):  # torch.save meets the failed write while closing its archive
+        return error.__context__.errno
     found = _OS_ERROR.search(str(error))
     return int(found[1]) if found else None

@@ -25,12 +25,15 @@ def quantize(states: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:
 
 def dequantize(values: Tensor, scales: Tensor, hidden_size: int) -> Tensor:
     """The states [T, n * hidden_size] in bfloat16 that `values` and `scales` stand for."""
-    slots = values.float().unflatten(-1, (-1, hidden_size))
-    return (slots * scales.unsqueeze(-1)).to(torch.bfloat16).flatten(-2)
+    states = values.to(torch.bfloat16)  # exact: bf16 holds every e4m3 value
+    # computed in fp32, since a scale is fp32, and rounded once; no fp32 copy of the states is made
+    states.unflatten(-1, (-1, hidden_size)).mul_(scales.unsqueeze(-1))
+    return states
 
 
 def check_scales(scales: Tensor, where: str) -> None:
     """Raise IntegrityError unless every scale is a finite positive number."""
-    wrong = int((~(torch.isfinite(scales) & (scales > 0))).sum())
-    if wrong:
+    smallest, largest = torch.aminmax(scales)  # NaN is both, and neither comparison holds for it
+    if not (smallest > 0 and largest < torch.inf):
+        wrong = int((~(torch.isfinite(scales) & (scales > 0))).sum())
         raise IntegrityError(Problem(f"{where}: {wrong} scales are not finite and positive"))

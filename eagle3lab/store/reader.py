@@ -21,18 +21,22 @@ from eagle3lab.store.manifest import Manifest, is_store, read_manifest
 from eagle3lab.store.shards import (
     AUX,
     DTYPES,
+    FLOAT8,
     INPUT_IDS,
     LAST,
     LOSS_MASK,
     TOKEN_COUNTS,
     TOKEN_COUNTS_FILE,
     check_header,
+    check_stored_scales,
     decode,
+    map_shard,
     open_shard,
     slice_states,
 )
 
-_OPEN_SHARDS = 8
+# mapped at once: rows are read in any order, and a mapping costs addresses and no file descriptor
+_MAPPED_SHARDS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class StoreReader:
         if verify not in ("headers", "full"):
             raise ValueError(f"verify is {verify!r}, not 'headers' or 'full'")
         self.path = Path(path)
-        self._shards: OrderedDict[int, Any] = OrderedDict()
+        self._shards: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
         self._process = os.getpid()
         self._lock = Lock()
         command = extract_command or f"python extract.py store={self.path}"
@@ -111,7 +115,13 @@ class StoreReader:
         return [i for i, row in enumerate(self.rows) if row.split == split]
 
     def read(
-        self, i: int, columns: Sequence[int] | None = None, *, copy: bool = True, raw: bool = False
+        self,
+        i: int,
+        columns: Sequence[int] | None = None,
+        *,
+        copy: bool = True,
+        raw: bool = False,
+        check: bool = True,
     ) -> dict[str, Tensor]:
         """One row as it was written, copied out of the mapped shard. Safe to call from several threads.
 
@@ -121,9 +131,13 @@ class StoreReader:
         input_ids [T] int64, loss_mask [T] uint8, aux_hidden_states [T, n * hidden] and
         verifier_last_hidden_states [T, hidden] in the store's dtype, or in bfloat16 for an fp8 store; with
         `raw` that one gives float8_e4m3 states and their scales, aux_scales [T, n] and
-        verifier_last_scales [T, 1], instead. Raises IntegrityError when the ids and mask do not hash to the
-        row's id, or a state is not finite or all zero.
+        verifier_last_scales [T, 1], instead. `check=False` goes with `raw` and leaves the states' values to a
+        reader that looks at them elsewhere (`data.raw.StateCheck`). Raises IntegrityError when the ids and
+        mask do not hash to the row's id, a scale is not finite and positive, or a state is not finite or all
+        zero.
         """
+        if not (check or raw):
+            raise ValueError("check=False is for raw states")
         record = self.rows[i]
         shard = self._open(record.shard)
         tokens = slice(record.offset, record.offset + record.length)
@@ -132,16 +146,19 @@ class StoreReader:
         if columns is not None:
             layer_ids = tuple(layer_ids[c] for c in columns)
         stored = slice_states(shard, self.manifest, tokens, columns)
-        states = decode(stored, self.manifest, self._where(i))
-        check_states(
-            states[AUX],
-            states[LAST],
-            length=record.length,
-            hidden_size=self.manifest.verifier.hidden_size,
-            slots=slot_names(layer_ids),
-            dtype=DTYPES[self.manifest.dtype],
-            where=self._where(i),
-        )
+        if self.manifest.dtype == FLOAT8:
+            check_stored_scales(stored, self._where(i))
+        states = decode(stored, self.manifest) if check or not raw else stored
+        if check:
+            check_states(
+                states[AUX],
+                states[LAST],
+                length=record.length,
+                hidden_size=self.manifest.verifier.hidden_size,
+                slots=slot_names(layer_ids),
+                dtype=DTYPES[self.manifest.dtype],
+                where=self._where(i),
+            )
         if raw:
             states = stored
         if copy:  # a slice is a view into the whole mapped file, writable within this process
@@ -207,19 +224,19 @@ class StoreReader:
         record = self.rows[i]
         shard = self._open(record.shard)
         tokens = slice(record.offset, record.offset + record.length)
-        ids = shard.get_slice(INPUT_IDS)[tokens].clone()
-        mask = shard.get_slice(LOSS_MASK)[tokens].clone()
+        ids = shard[INPUT_IDS][tokens].clone()
+        mask = shard[LOSS_MASK][tokens].clone()
         if row_id_of(ids, mask) != record.row_id:
             raise IntegrityError(Problem(f"{self._where(i)}: ids and mask do not hash to its row id"))
         return ids, mask
 
-    def _open(self, number: int) -> Any:
+    def _open(self, number: int) -> dict[str, Tensor]:
         if self._process != os.getpid():
             self._shards, self._process, self._lock = OrderedDict(), os.getpid(), Lock()
         with self._lock:
             if number not in self._shards:
-                self._shards[number] = open_shard(self.path / shard_file(number))
-                if len(self._shards) > _OPEN_SHARDS:
+                self._shards[number] = map_shard(self.path / shard_file(number))
+                if len(self._shards) > _MAPPED_SHARDS:
                     self._shards.popitem(last=False)
             self._shards.move_to_end(number)
             return self._shards[number]

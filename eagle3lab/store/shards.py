@@ -57,35 +57,47 @@ def encode(tensors: Mapping[str, Tensor], manifest: Manifest) -> dict[str, Tenso
     return encoded
 
 
-def decode(stored: Mapping[str, Tensor], manifest: Manifest, where: str) -> dict[str, Tensor]:
-    """aux_hidden_states [T, n * hidden] and verifier_last_hidden_states [T, hidden] in `DTYPES`.
+def check_stored_scales(stored: Mapping[str, Tensor], where: str) -> None:
+    """Raise IntegrityError for scales of an fp8 store that are not finite and positive."""
+    for name in (AUX_SCALES, LAST_SCALES):
+        check_scales(stored[name], f"{where}: {name}")
 
-    Raises IntegrityError for scales that are not finite and positive.
-    """
+
+def decode(stored: Mapping[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
+    """aux_hidden_states [T, n * hidden] and verifier_last_hidden_states [T, hidden] in `DTYPES`."""
     if manifest.dtype != FLOAT8:
         return dict(stored)
-    decoded = {}
-    for name, scales_name in ((AUX, AUX_SCALES), (LAST, LAST_SCALES)):
-        check_scales(stored[scales_name], f"{where}: {scales_name}")
-        decoded[name] = dequantize(stored[name], stored[scales_name], manifest.verifier.hidden_size)
-    return decoded
+    hidden = manifest.verifier.hidden_size
+    return {
+        name: dequantize(stored[name], stored[scales_name], hidden)
+        for name, scales_name in ((AUX, AUX_SCALES), (LAST, LAST_SCALES))
+    }
+
+
+def map_shard(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a shard as a view of the mapped file: nothing is read before it is touched.
+
+    The pages are the system's own, shared by all processes that map the shard.
+    """
+    with open_shard(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
 
 
 def slice_states(
-    shard: Any, manifest: Manifest, tokens: slice, columns: Sequence[int] | None
+    shard: Mapping[str, Tensor], manifest: Manifest, tokens: slice, columns: Sequence[int] | None
 ) -> dict[str, Tensor]:
-    """Views of the states of some tokens as they lie in an open shard; `columns` selects aux slots."""
+    """Views of the states of some tokens as they lie in a mapped shard; `columns` selects aux slots."""
     hidden = manifest.verifier.hidden_size
     widths = {AUX: hidden, AUX_SCALES: 1} if manifest.dtype == FLOAT8 else {AUX: hidden}
     stored = {}
     for name, width in widths.items():
-        part = shard.get_slice(name)
+        part = shard[name]
         if columns is None:
             stored[name] = part[tokens]
         else:
             stored[name] = torch.cat([part[tokens, c * width : (c + 1) * width] for c in columns], dim=1)
     for name in (LAST, LAST_SCALES) if manifest.dtype == FLOAT8 else (LAST,):
-        stored[name] = shard.get_slice(name)[tokens]
+        stored[name] = shard[name][tokens]
     return stored
 
 

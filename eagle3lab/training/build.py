@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
 from eagle3lab.config.schema import (
     Accelerator,
+    Attention,
+    DraftConfig,
     HardwareConfig,
     LossConfig,
     NoiseConfig,
     OptimConfig,
     Precision,
+    TrainingStep,
 )
 from eagle3lab.data.noise import build_noise
-from eagle3lab.draft.speculators_model import loss_function
+from eagle3lab.data.shift import Batch
+from eagle3lab.draft.frozen import shrink_frozen
+from eagle3lab.draft.losses import token_loss
+from eagle3lab.draft.pruned.heads import loss_and_gradient
+from eagle3lab.draft.pruned.plan import plan_preparer
+from eagle3lab.draft.pruned.step import check_prunable
+from eagle3lab.draft.speculators_model import speculators_loss
 from eagle3lab.draft.ttt import LossRecorder
 from eagle3lab.draft.vocabulary import DraftVocabulary
 from eagle3lab.verifier.weights import EdgeWeights
@@ -22,6 +34,14 @@ from eagle3lab.verifier.weights import EdgeWeights
 from .datamodule import Eagle3DataModule
 from .module import Eagle3Module
 from .run_plan import RunPlan
+
+
+def pack_preparer(draft: DraftConfig, hardware: HardwareConfig) -> Callable[[Batch], dict[str, Any]] | None:
+    """What the loader's threads compute for the module of `build_module`: the plan of the pruned step."""
+    if draft.step is not TrainingStep.pruned:
+        return None
+    on_cuda = hardware.accelerator is Accelerator.cuda
+    return plan_preparer(draft, cuda=on_cuda, flex=on_cuda and hardware.attention is Attention.flex)
 
 
 def build_module(
@@ -38,23 +58,33 @@ def build_module(
     vocabulary: DraftVocabulary,
     edge: EdgeWeights,
     rms_norm_eps: float,
+    step: TrainingStep = TrainingStep.pruned,
 ) -> Eagle3Module:
     """The module for resolved `hardware`. `edge` holds the verifier's whole head and norm, for validation.
 
-    On CUDA token losses are fused kernels. With bf16 the stored states stay as they are, the verifier's head
-    is kept in bf16, and parameters stay fp32.
+    On CUDA token losses of the reference step are speculators' fused kernels. With bf16 the stored states stay as
+    they are, the verifier's head is kept in bf16, and parameters stay fp32; the pruned step keeps frozen ones in
+    bf16 where that is exact.
     """
     assert edge.head is not None
+    assert data.supervision is loss.supervision, "the data module was made for another loss.supervision"
     low = hardware.precision is Precision.bf16
     on_cuda = hardware.accelerator is Accelerator.cuda
     head = edge.head.to(torch.bfloat16) if low else edge.head
+    pruned = step is TrainingStep.pruned
+    if pruned:
+        check_prunable(draft)
+        if low:
+            shrink_frozen(draft, torch.bfloat16)
     return Eagle3Module(
         draft,
         plan,
         supervised_counts=data.supervised_counts(),
         ttt_steps=ttt_steps,
-        recorder=LossRecorder(loss_function(loss.kind, "fused" if on_cuda else "eager")),
+        recorder=LossRecorder(speculators_loss(loss, "fused") if on_cuda else token_loss(loss)),
+        pruned_loss=loss_and_gradient(loss, compiled=hardware.compile) if pruned else None,
         step_decay=loss.step_decay,
+        normalisation=loss.normalisation,
         optim=optim,
         vocabulary=vocabulary,
         edge=EdgeWeights(None, head, edge.norm),

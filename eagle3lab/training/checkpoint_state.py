@@ -1,4 +1,4 @@
-"""What a checkpoint holds: trainable tensors, vocabulary maps, optimizer, and the place in the run plan.
+"""What a checkpoint holds: trainable tensors (and their averages), vocabulary maps, optimizer, place in the plan.
 
 Lightning's own loop counters are left out. The plan and the number of completed updates say everything they
 would, exactly and for another number of ranks too.
@@ -6,20 +6,22 @@ would, exactly and for another number of ranks too.
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from eagle3lab.config.errors import IntegrityError, Problem, UserError, raise_all
+from eagle3lab.config.errors import IntegrityError, Problem, raise_all
+from eagle3lab.config.schema import OptimConfig, OptimKind
 
+from .checkpoint_files import KEY, read_position
 from .run_plan import RunPlan
 
-KEY = "eagle3lab"
 PREFIX = "draft."
+AVERAGE = "average"  # of the trained weights, by their names in the draft
 FORMAT = 1
+TTT_INPUT_TOKENS = "ground_truth"  # what later TTT steps are fed: the true tokens, never the draft's own
 
 
 def kept_names(draft: nn.Module) -> set[str]:
@@ -41,6 +43,8 @@ def trim(checkpoint: dict[str, Any], draft: nn.Module, plan: RunPlan, num_update
         "tokens": plan.tokens_after(num_updates),
         "epoch": epoch,
         "in_epoch": in_epoch,
+        "num_replicas": plan.num_replicas,
+        "ttt_input_tokens": TTT_INPUT_TOKENS,
         "data": _data_identity(plan, seed),
     }
 
@@ -86,6 +90,39 @@ def check(checkpoint: dict[str, Any], draft: nn.Module, plan: RunPlan, seed: int
         ]
     )
     return plan.find(state["epoch"], state["in_epoch"])
+
+
+def add_optimizer(checkpoint: dict[str, Any], optim: OptimConfig, average: dict[str, Tensor] | None) -> None:
+    """Say which optimizer made a trimmed checkpoint, and add the averaged weights of a run that has them."""
+    checkpoint[KEY]["optim.kind"] = optim.kind.value
+    if average is not None:
+        checkpoint[AVERAGE] = average
+
+
+def check_optimizer(checkpoint: dict[str, Any], optim: OptimConfig) -> dict[str, Tensor] | None:
+    """The averaged weights of a checkpoint; raises `UserError` when its states are no use to this optimizer."""
+    kind = checkpoint[KEY].get("optim.kind", OptimKind.adamw.value)
+    average = checkpoint.get(AVERAGE)
+    problems = []
+    if kind != optim.kind.value:
+        problems.append(
+            Problem(
+                "the checkpoint was made with another optim.kind",
+                kind,
+                optim.kind.value,
+                f"optim.kind={kind}",
+            )
+        )
+    if (average is None) != (optim.ema_decay is None):
+        held = "no averaged weights" if average is None else "averaged weights"
+        fix = "optim.ema_decay=null" if average is None else "optim.ema_decay=0.999"
+        problems.append(
+            Problem(
+                f"the checkpoint holds {held}, optim.ema_decay is", optim.ema_decay, "the same as before", fix
+            )
+        )
+    raise_all(problems)
+    return average
 
 
 def _fix(name: str, value: object) -> str:
@@ -135,28 +172,19 @@ def _tensor_problems(held: dict[str, Tensor], draft: nn.Module) -> list[Problem]
 
 
 def load_weights(draft: nn.Module, path: Path) -> int:
-    """Put a checkpoint's weights into `draft`, for export; returns the number of updates they had.
+    """Put a checkpoint's weights into `draft`, for export: the averaged ones where it holds them.
 
-    Raises `IntegrityError` when the file's tensors are not this draft's.
+    Returns the number of updates they had. Raises `IntegrityError` when the file is damaged or its tensors are
+    not this draft's.
     """
+    read_position(path)
     checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    held = _draft_tensors(checkpoint)
+    held = _draft_tensors(checkpoint) | checkpoint.get(AVERAGE, {})
     problems = _tensor_problems(held, draft)
     if problems:
         raise IntegrityError(*problems)
-    draft.load_state_dict(held, strict=False)
+    with torch.no_grad():
+        for name, tensor in draft.state_dict().items():
+            if name in held:  # into the tensor: modules of a draft that was in shards load no other way
+                tensor.copy_(held[name])
     return int(checkpoint[KEY]["num_updates"])
-
-
-def read_position(path: Path) -> dict[str, Any]:
-    """The place of a checkpoint: `num_updates`, `tokens`, `epoch`, ... Raises `UserError` for a torn file."""
-    try:
-        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True)[KEY])
-    except (OSError, RuntimeError, KeyError, EOFError, pickle.UnpicklingError) as error:
-        raise UserError(
-            Problem(
-                f"cannot read the checkpoint {path}",
-                str(error).splitlines()[0],
-                "a whole checkpoint of eagle3lab",
-            )
-        ) from error

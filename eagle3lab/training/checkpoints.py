@@ -4,32 +4,50 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from eagle3lab.store.files import sync_directory
+
+from .checkpoint_files import BEST, LAST, PREVIOUS, UNFINISHED, ResumePoint
 from .clock import TrainClock
 from .interval_log import IntervalLog
 from .milestones import Milestones
 
-LAST = "last.ckpt"
-BEST = "best.ckpt"
 MONITOR = "val/simulated_acceptance_length"
+ABOUT = "eagle3lab_run"
 
 
 class Checkpoints(Callback):
     """Saves at the milestones. Best is the highest simulated acceptance length: the loss falls on when it no
-    longer rises."""
+    longer rises.
+
+    `about` is plain data on the run (configuration, provenance) that every checkpoint carries.
+    """
 
     def __init__(
-        self, directory: Path, milestones: Milestones, interval_log: IntervalLog, clock: TrainClock
+        self,
+        directory: Path,
+        milestones: Milestones,
+        interval_log: IntervalLog,
+        clock: TrainClock,
+        *,
+        resumed: ResumePoint | None = None,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         self.directory = directory
         self.milestones = milestones
         self.interval_log = interval_log
         self.clock = clock
+        self.resumed = resumed
+        self.about = dict(about or {})
         self.best: dict[str, float] = {}  # the figures of the best validation
+        self.saved_update = 0
+        # a file that this run has neither written nor checked must not take the place of a whole one
+        self._last_is_whole = resumed is not None and resumed.path.name == LAST
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": dict(self.best)}
@@ -37,34 +55,46 @@ class Checkpoints(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best = dict(state_dict["best"])
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint[ABOUT] = self.about
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if self.resumed is not None:
+            self.saved_update = pl_module.num_updates
+            self.interval_log.write(self.resumed.describe(pl_module.plan))
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         if not pl_module.update_done or not self.milestones.saves(pl_module.num_updates):
             return
         if trainer.enable_validation and self.milestones.validates(pl_module.num_updates):
             return  # saved after the validation, with its result
-        self._save(trainer, is_best=False)
+        self.save(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         figures = self.interval_log.last_validation
         is_best = not self.best or figures[MONITOR] > self.best[MONITOR]
         if is_best:
             self.best = dict(figures)
-        self._save(trainer, is_best=is_best)
+        self.save(trainer, pl_module, is_best=is_best)
 
-    def _save(self, trainer: Trainer, *, is_best: bool) -> None:
+    def save(self, trainer: Trainer, pl_module: Any, *, is_best: bool = False) -> None:
+        """Write `last.ckpt`. Whenever this ends, also by a kill, the newest whole file has its name."""
         with self.clock.pause():
             self.directory.mkdir(parents=True, exist_ok=True)
-            written = self.directory / f".{LAST}.tmp"
+            written, last = self.directory / UNFINISHED, self.directory / LAST
             trainer.save_checkpoint(written)  # on every rank; rank 0 writes
             if trainer.is_global_zero:
-                _sync(written)
                 if is_best:
-                    _replace_with_copy(written, self.directory / BEST)
-                os.replace(written, self.directory / LAST)
-                _sync(self.directory)
+                    _same_file(written, self.directory / BEST)
+                if self._last_is_whole and last.is_file():
+                    _same_file(last, self.directory / PREVIOUS)
+                os.replace(written, last)
+                sync_directory(self.directory)
+        self._last_is_whole = True
+        self.saved_update = pl_module.num_updates
 
 
-def _replace_with_copy(source: Path, target: Path) -> None:
+def _same_file(source: Path, target: Path) -> None:
     """Make `target` the same file as `source` under another name, or a copy where links are not to be had."""
     temporary = target.with_name(f".{target.name}.tmp")
     temporary.unlink(missing_ok=True)
@@ -72,13 +102,6 @@ def _replace_with_copy(source: Path, target: Path) -> None:
         os.link(source, temporary)
     except OSError:
         shutil.copyfile(source, temporary)
-        _sync(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
     os.replace(temporary, target)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,17 +21,29 @@ def clock_text(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
+def share_text(share: float | None) -> str:
+    """`0.614` as `61.4 %`; n/a for None."""
+    return "n/a" if share is None else f"{100 * share:.1f} %"
+
+
 def interval_line(
     figures: Mapping[str, float], num_updates: int, num_tokens: int, acceptance: float | None
 ) -> str:
-    """Where the run stands: update, tokens, loss, simulated acceptance length, speed, waiting, time left."""
+    """Where the run stands: update, tokens, loss, simulated acceptance length, speed and its limits, time left.
+
+    MFU is n/a where the device's peak is unknown.
+    """
     speed = figures["speed/tokens_per_second"]
     left = (num_tokens - figures["tokens"]) / speed if speed else 0.0
     simulated = "-" if acceptance is None else f"{acceptance:.3f}"
     return (
         f"update {figures['update']:.0f}/{num_updates}  tokens {short(figures['tokens'])}  "
-        f"loss {figures['train/loss']:.4f}  simulated acceptance {simulated}  {short(speed)} tok/s  "
-        f"data wait {100 * figures['speed/data_wait_share']:.0f} %  ETA {clock_text(left)}"
+        f"loss {figures['train/loss']:.4f}  simulated acceptance {simulated}  {short(speed)} tok/s "
+        f"({short(figures['speed/supervised_tokens_per_second'])} supervised)  "
+        f"MFU {share_text(figures.get('speed/mfu'))}  "
+        f"data wait {100 * figures['speed/data_wait_share']:.0f} %  "
+        f"read {short(1e9 * figures['speed/read_gb_per_second'])}B/s  {figures['speed/peak_memory_gib']:.1f} GiB  "
+        f"ETA {clock_text(left)}"
     )
 
 

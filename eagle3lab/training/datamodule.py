@@ -9,10 +9,12 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 
 from eagle3lab.config.errors import Problem, UserError
-from eagle3lab.config.schema import TrainerConfig
+from eagle3lab.config.flops import StepWork
+from eagle3lab.config.schema import Supervision, TrainerConfig
 from eagle3lab.data.collate import create_collate_fn
 from eagle3lab.data.dataset import Eagle3SampleFileDataset
 from eagle3lab.data.packing import PackBatchSampler
+from eagle3lab.data.shift import Batch
 from eagle3lab.store.reader import StoreReader
 
 from .loader import Batches, PackLoader, PlannedBatches
@@ -26,6 +28,9 @@ class Eagle3DataModule(LightningDataModule):
         source: an opened store.
         seq_len: length of a pack.
         aux_layer_ids: the draft's aux layers, a subset of the store's; None takes all.
+        supervision: which predictions are trained on. Validation always measures those of `input_token`, so
+            that its figures can be compared between rules.
+        prepare, count_work: see `PackLoader`.
     """
 
     def __init__(
@@ -36,19 +41,26 @@ class Eagle3DataModule(LightningDataModule):
         seed: int = 0,
         aux_layer_ids: Sequence[int] | None = None,
         num_threads: int = 0,
+        supervision: Supervision = Supervision.input_token,
+        prepare: Callable[[Batch], dict[str, Any]] | None = None,
+        count_work: Callable[[Batch], StepWork] | None = None,
     ) -> None:
         super().__init__()
         self.seq_len = seq_len
         self.seed = seed
         self.num_threads = num_threads
         self.train_data = Eagle3SampleFileDataset(
-            source, split="train", aux_layer_ids=aux_layer_ids, copy=False
+            source, split="train", aux_layer_ids=aux_layer_ids, raw=True, supervision=supervision
         )
         self.validation_data = Eagle3SampleFileDataset(
-            source, split="validation", aux_layer_ids=aux_layer_ids
+            source, split="validation", aux_layer_ids=aux_layer_ids, raw=True
         )
+        self.supervision = supervision
+        self.prepare = prepare
+        self.count_work = count_work
         self._plan: RunPlan | None = None
         self.train_loader: PackLoader | None = None
+        self.validation_loader: PackLoader | None = None
 
     def plan(self, train: TrainerConfig, *, num_replicas: int, micro_batches: int) -> RunPlan:
         """The updates of a run on `num_replicas` devices with `micro_batches` packs on each per update.
@@ -100,10 +112,19 @@ class Eagle3DataModule(LightningDataModule):
             shuffle=False,
             drop_last=False,
         )
-        return self._loader(self.validation_data, batches)
+        self.validation_loader = self._loader(self.validation_data, batches)
+        return self.validation_loader
 
     def _loader(self, data: Eagle3SampleFileDataset, batches: Batches) -> PackLoader:
         assert self.trainer is not None
         device = self.trainer.strategy.root_device
         collate = create_collate_fn(self.seq_len, pin_memory=device.type == "cuda")
-        return PackLoader(data, batches, collate, num_threads=self.num_threads, device=device)
+        return PackLoader(
+            data,
+            batches,
+            collate,
+            num_threads=self.num_threads,
+            device=device,
+            prepare=self.prepare,
+            count_work=self.count_work,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,33 +12,41 @@ from torch import Tensor
 
 from eagle3lab.config.errors import IntegrityError, Problem, UserError
 
-from .clock import TrainClock, peak_memory_gib
+from .clock import TrainClock, peak_memory_gib, wait_for_device
 from .console import interval_line, validation_line
 from .datamodule import Eagle3DataModule
 from .metrics import train_figures, validation_figures
 from .milestones import Milestones
 from .module import Eagle3Module
+from .roofline import Speedometer, Stretch
 
 
 class IntervalLog(Callback):
     """Logs at the milestones, asks Lightning for validation at the plan's updates, and measures speed.
 
     Between milestones nothing waits for the device. Raises `UserError` when the loss or a gradient is not
-    finite and `IntegrityError` when the supervised tokens counted are not the planned ones.
+    finite and `IntegrityError` when a state that was read is not, or when the supervised tokens counted are not
+    the planned ones.
     """
 
-    def __init__(self, milestones: Milestones, clock: TrainClock, write: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        milestones: Milestones,
+        clock: TrainClock,
+        write: Callable[[str], None],
+        speed: Speedometer,
+    ) -> None:
         self.milestones = milestones
         self.clock = clock
         self.write = write
+        self.speed = speed
         self.last_train: dict[str, float] = {}
         self.last_validation: dict[str, float] = {}
-        self.wait_seconds = 0.0
+        self.first_update_at: float | None = None  # time.perf_counter() when it was done
         self.train_seconds = 0.0
         self.peak_memory_gib = 0.0
-        self.measured_from: tuple[int, float] | None = None  # updates and seconds after the first interval
+        self.stop_agreed = False  # a rank was told to end the run, as of the last interval
         self._flushed = (0, 0.0)  # updates and training seconds at the last log
-        self._waited = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         module: Eagle3Module = pl_module
@@ -52,14 +61,19 @@ class IntervalLog(Callback):
         due = module.update_done and self.milestones.validates(module.num_updates)
         # Lightning validates after the batch whose number this divides; infinity: only after the run's last
         trainer.val_check_batch = batch_idx + 1 if due else math.inf
+        if module.update_done and self.first_update_at is None:
+            wait_for_device(module.device)  # once: the first update compiles
+            self.first_update_at = time.perf_counter()
         if module.update_done and self.milestones.logs(module.num_updates):
-            self._log_interval(trainer, module)
+            self.log_interval(trainer, module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.clock.stop()
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         module: Eagle3Module = pl_module
+        if self._data.validation_loader is not None:
+            self._data.validation_loader.finish_check()
         figures = validation_figures(module.validation_sums.reduce(), module.step_decay)
         self.last_validation = self._log(trainer, module, figures)
         self.write(validation_line(self.last_validation, module.plan.num_updates))
@@ -77,38 +91,37 @@ class IntervalLog(Callback):
             logger.log_metrics(figures, step=update)
         return figures
 
-    def _log_interval(self, trainer: Trainer, module: Eagle3Module) -> None:
+    def log_interval(self, trainer: Trainer, module: Eagle3Module) -> None:
+        """Log the updates since the last interval, if there are any. On every rank at the same update."""
+        if module.num_updates == self._flushed[0]:
+            return
+        loader = self._data.train_loader
+        assert loader is not None
+        loader.finish_check()  # a damaged state also makes the loss NaN, and is the better explanation
         sums = module.train_sums.reduce()  # waits for the device
         before, seconds_before = self._flushed
         update, seconds = module.num_updates, self.clock.seconds()
         self._check(sums, module, before)
+        self.stop_agreed = sums["stop_requests"][0] > 0
         module.train_sums.reset()
         module.num_planned_supervised = [0] * module.ttt_steps
-        elapsed = max(seconds - seconds_before, 1e-9)
-        tokens = module.plan.tokens_after(update) - module.plan.tokens_after(before)
-        waited = self._waited_since()
+        trained = Stretch(
+            seconds=seconds - seconds_before,
+            updates=update - before,
+            tokens=module.plan.tokens_after(update) - module.plan.tokens_after(before),
+            supervised=sums["supervised_step"][0],
+        )
         figures = {
             **train_figures(sums),
             "train/learning_rate": module.learning_rate(update - 1),
-            "speed/tokens_per_second": tokens / elapsed,
-            "speed/supervised_tokens_per_second": sums["supervised_step"][0] / elapsed,
-            "speed/data_wait_share": min(1.0, waited / elapsed),
+            **self.speed.interval(trained, loader),
             "speed/peak_memory_gib": peak_memory_gib(module.device),
         }
         self._flushed, self.train_seconds = (update, seconds), seconds
-        if self.measured_from is None:
-            self.measured_from = self._flushed
-        self.wait_seconds += waited
         self.last_train = self._log(trainer, module, figures)
         acceptance = self.last_validation.get("val/simulated_acceptance_length")
         plan = module.plan
         self.write(interval_line(self.last_train, plan.num_updates, plan.num_tokens, acceptance))
-
-    def _waited_since(self) -> float:
-        loader = self._data.train_loader
-        total = loader.wait_seconds if loader is not None else 0.0
-        waited, self._waited = total - self._waited, total
-        return waited
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         self._data: Eagle3DataModule = trainer.datamodule

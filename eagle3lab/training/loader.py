@@ -6,18 +6,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch.utils.data import Dataset
 
-from eagle3lab.data.shift import Batch
+from eagle3lab.config.flops import StepWork
+from eagle3lab.data.dataset import Eagle3SampleFileDataset
+from eagle3lab.data.raw import StateCheck, dequantize_batch
+from eagle3lab.data.shift import SCALES, STATES, Batch
 
 from .run_plan import RunPlan
 
 # read on the host: on the device they would make every step wait for it
 HOST_KEYS = ("row_index", "lengths")
+HOST_PREFIX = "host_"  # of whatever else stays beside the batch
+_WORK = "host_work"  # never leaves the loader
 PACKS_READY = 1  # read and waiting, beside one per thread; a pack of 8192 at hidden 4096 takes 268 MB
+
+
+def stays_on_host(key: str) -> bool:
+    """Whether an entry of a batch is for the host alone."""
+    return key in HOST_KEYS or key.startswith(HOST_PREFIX)
 
 
 class PlannedBatches:
@@ -50,25 +59,39 @@ class PackLoader:
 
     Threads instead of worker processes: the states lie in mapped files, reading them releases the
     interpreter lock, and a pack is copied once, into pinned memory, with nothing sent between processes. On
-    CUDA the next pack travels on a stream of its own while the current one is computed; entries in
-    `HOST_KEYS` stay on the host. `wait_seconds` adds up what training waited for packs.
+    CUDA the next pack travels on a stream of its own while the current one is computed. Only on the device are
+    states looked at (`finish_check` asks it) and fp8 ones raised to bf16; nothing waits for it in between.
+
+    prepare: computes further entries from a packed batch, in the reading threads and on the host. What has a
+    `to` (tensors, and objects that also offer `pin_memory` and `record_stream`) travels with the batch, except
+    what `stays_on_host` names. count_work: counts the work of a packed batch, there too.
+    `wait_seconds` adds up what training waited for packs; `bytes_read` and `work` what the `packs` handed
+    out so far held.
     """
 
     def __init__(
         self,
-        data: Dataset[Batch],
+        data: Eagle3SampleFileDataset,
         batches: Batches,
         collate: Callable[[Sequence[Batch]], Batch],
         *,
         num_threads: int,
         device: torch.device,
+        prepare: Callable[[Batch], dict[str, Any]] | None = None,
+        count_work: Callable[[Batch], StepWork] | None = None,
     ) -> None:
         self.data = data
         self.batches = batches
         self.collate = collate
         self.num_threads = num_threads
         self.device = device
+        self.prepare = prepare
+        self.count_work = count_work
+        self.check = StateCheck(data.check_row)
         self.wait_seconds = 0.0
+        self.packs = 0
+        self.bytes_read = 0
+        self.work: StepWork | None = None
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -76,10 +99,34 @@ class PackLoader:
     def __iter__(self) -> Iterator[Batch]:
         packs = self._read_ahead() if self.num_threads else map(self._pack, self.batches)
         timed = self._timed(packs)
-        return self._on_device(timed) if self.device.type == "cuda" else timed
+        for batch in self._on_device(timed) if self.device.type == "cuda" else timed:
+            self._count(batch)
+            arrived = [dequantize_batch(batch)]
+            del batch  # what is kept here takes device memory while the step runs
+            self.check.add(arrived[0])
+            yield arrived.pop()
+
+    def finish_check(self) -> None:
+        """Raise IntegrityError for a damaged row among the packs handed out since the last call."""
+        self.check.finish()
 
     def _pack(self, rows: Sequence[int]) -> Batch:
-        return self.collate([self.data[row] for row in rows])
+        batch = self.collate([self.data[row] for row in rows])
+        if self.count_work is not None:
+            batch[_WORK] = self.count_work(batch)
+        if self.prepare is not None:
+            further = self.prepare(batch)
+            if self.device.type == "cuda":
+                further = {k: v.pin_memory() if _travels(k, v) else v for k, v in further.items()}
+            batch |= further
+        return batch
+
+    def _count(self, batch: Batch) -> None:
+        self.packs += 1
+        self.bytes_read += state_bytes(batch)
+        work = batch.pop(_WORK, None)
+        if work is not None:
+            self.work = work if self.work is None else self.work + work
 
     def _read_ahead(self) -> Iterator[Batch]:
         # one computing thread each: the readers must not take the training thread's cores
@@ -104,23 +151,35 @@ class PackLoader:
 
     def _on_device(self, packs: Iterator[Batch]) -> Iterator[Batch]:
         side = torch.cuda.Stream(self.device)
-        ready: Batch | None = None
+        sent: deque[Batch] = deque()  # the next one, and while it is sent no other
         for batch in packs:
             with torch.cuda.stream(side):
-                coming = {
-                    key: value if key in HOST_KEYS else value.to(self.device, non_blocking=True)
-                    for key, value in batch.items()
-                }
-            if ready is not None:
-                yield self._hand_over(ready, side)
-            ready = coming
-        if ready is not None:
-            yield self._hand_over(ready, side)
+                sent.append(
+                    {
+                        k: v.to(self.device, non_blocking=True) if _travels(k, v) else v
+                        for k, v in batch.items()
+                    }
+                )
+            if len(sent) > 1:
+                yield self._hand_over(sent.popleft(), side)
+        while sent:
+            yield self._hand_over(sent.popleft(), side)
 
     def _hand_over(self, batch: Batch, side: torch.cuda.Stream) -> Batch:
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(side)
         for key, value in batch.items():
-            if key not in HOST_KEYS:
+            if _travels(key, value):
                 value.record_stream(current)  # its memory must outlive the work queued on this stream
         return batch
+
+
+def state_bytes(batch: Batch) -> int:
+    """Bytes of a pack's states and scales as they lie in the store, padding left out."""
+    tensors = [batch[key] for name in STATES for key in (name, name + SCALES) if key in batch]
+    per_token = sum(tensor[0, 0].nbytes for tensor in tensors)
+    return per_token * int(batch["lengths"].sum())
+
+
+def _travels(key: str, value: Any) -> bool:
+    return hasattr(value, "to") and not stays_on_host(key)

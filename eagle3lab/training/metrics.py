@@ -16,7 +16,10 @@ INTERVAL_NAMES = (
     "train/learning_rate",  # of the interval's last update
     "speed/tokens_per_second",  # real tokens, all ranks
     "speed/supervised_tokens_per_second",
+    "speed/mfu",  # work needed as a share of hardware.peak_tflops, rank 0; empty where that is not set
+    "speed/needed_tflops_per_device",  # work needed per second, rank 0: see `config.flops`
     "speed/data_wait_share",  # of training time, rank 0
+    "speed/read_gb_per_second",  # of states from the store, rank 0 times the number of ranks
     "speed/peak_memory_gib",  # rank 0
 )
 
@@ -57,11 +60,12 @@ def train_widths(ttt_steps: int) -> dict[str, int]:
     """What a training step adds up; `*_step` names have one value per TTT step."""
     return {
         "updates": 1,  # counted by rank 0
+        "stop_requests": 1,  # batches trained after a signal to end the run
         "loss": 1,  # the optimised loss, this pack's share of its update
         "loss_step": ttt_steps,  # token losses
         "supervised_step": ttt_steps,  # tokens
         "correct_step": ttt_steps,  # drafted = verifier's argmax within the draft vocabulary
-        "covered": 1,  # supervised tokens that are in the draft vocabulary
+        "covered": 1,  # supervised positions whose input token is in the draft vocabulary
         "grad_norm": 1,  # before clipping, counted by rank 0
     }
 
@@ -85,10 +89,10 @@ def train_figures(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Figures of one logging interval.
 
     `train/loss`: mean over the interval's updates of the loss that was optimised.
-    `train/loss_step{k}`: mean token loss of TTT step k.
+    `train/loss_step{k}`: mean token loss of TTT step k, whatever the normalisation of the loss.
     `train/accuracy_step{k}_draft_vocab`: share of supervised tokens where the draft's argmax is the
     verifier's argmax *within the draft vocabulary*, so not comparable between vocabularies.
-    `train/token_coverage`: share of the rows' own supervised tokens that are in the draft vocabulary.
+    `train/token_coverage`: share of supervised positions whose input token is in the draft vocabulary.
     """
     updates = sums["updates"][0]
     figures = {"train/loss": _share(sums["loss"][0], updates)}
@@ -109,6 +113,8 @@ def validation_figures(sums: Mapping[str, Sequence[float]], step_decay: float) -
     `val/simulated_acceptance_length`: 1 + sum over k of `val/acceptance_step{k}`, the bonus token included.
     `val/coverage`: share of supervised tokens whose verifier argmax lies in the draft vocabulary.
     `val/loss`: sum over k of step_decay**k * mean token loss of step k, over the draft vocabulary.
+    Every figure is a mean over tokens supervised by input token, whatever loss.normalisation and
+    loss.supervision say, so that runs which differ in them can be compared.
     """
     starts = sums["totals"][0]
     figures: dict[str, float] = {"val/loss": 0.0}

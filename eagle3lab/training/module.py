@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,35 +12,44 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 
-from eagle3lab.config.schema import OptimConfig
+from eagle3lab.config.schema import Normalisation, OptimConfig
 from eagle3lab.data.noise import TransformTensors
-from eagle3lab.draft.ttt import LossRecorder, TTTOutput, correct_over_full_vocabulary, ttt_forward
+from eagle3lab.draft.pruned.heads import LossAndGradient
+from eagle3lab.draft.pruned.plan import PLAN
+from eagle3lab.draft.pruned.step import pruned_forward
+from eagle3lab.draft.ttt import LossRecorder, TTTOutput, ttt_forward
 from eagle3lab.draft.vocabulary import DraftVocabulary
 from eagle3lab.verifier.weights import EdgeWeights
 
 from . import checkpoint_state
-from .loader import HOST_KEYS
+from .loader import stays_on_host
+from .loss_weights import Weights, loss_weights
 from .metrics import Sums, train_widths, validation_widths
 from .noise_seed import pack_seed
-from .optim import build_learning_rate, build_optimizer, set_learning_rate
+from .optim import build_learning_rate, build_optimizers, set_learning_rate
 from .run_plan import PlannedUpdate, RunPlan
-from .validation import verifier_argmax
+from .sharding import ShardedStrategy, whole
+from .validation import pack_sums
+from .weight_average import WeightAverage
 
 
 class Eagle3Module(LightningModule):
     """An EAGLE-3 draft in training.
 
     Optimisation is manual because an update is the plan's, not a fixed number of batches: the last update of
-    an epoch may hold fewer packs, and its loss must still be the sum over its tokens divided by their number.
+    an epoch may hold fewer packs, and its loss must still be the mean over what it holds.
 
     Args:
         draft: `Eagle3DraftModel` with fp32 parameters, frozen ones not requiring a gradient.
         plan: every update of the run.
         supervised_counts: per-step supervised tokens of a row, `dataset.supervised_counts`.
         edge: the verifier's whole head and final norm, for validation over the full vocabulary.
-        recorder: computes the token losses, `LossRecorder(loss_function(kind, implementation))`.
+        recorder: computes the token losses, `LossRecorder(token_loss(loss))`.
+        normalisation: what they are averaged over, see `loss_weights`.
         compute_dtype: fp32 raises the stored states before noise is added; None leaves them as stored.
-        compiled: whether a forward that speculators compiles on CUDA runs compiled.
+        pruned_loss: computes only where a loss counts, with this; None: speculators' forward with `recorder`.
+            A batch may bring its plan along, see `plan_preparer`.
+        compiled: whether what is compiled on CUDA runs compiled.
     """
 
     def __init__(
@@ -50,7 +60,9 @@ class Eagle3Module(LightningModule):
         supervised_counts: Callable[[int, int], Sequence[int]],
         ttt_steps: int,
         recorder: LossRecorder,
+        pruned_loss: LossAndGradient | None = None,
         step_decay: float,
+        normalisation: Normalisation = Normalisation.token,
         optim: OptimConfig,
         vocabulary: DraftVocabulary,
         edge: EdgeWeights,
@@ -69,6 +81,7 @@ class Eagle3Module(LightningModule):
         self.plan = plan
         self.ttt_steps = ttt_steps
         self.step_decay = step_decay
+        self.normalisation = normalisation
         self.optim = optim
         self.vocabulary = vocabulary
         self.noise = noise
@@ -76,14 +89,19 @@ class Eagle3Module(LightningModule):
         self.compute_dtype = compute_dtype
         self.compiled = compiled
         self.recorder = recorder
+        self.pruned_loss = pruned_loss
         self.rms_norm_eps = rms_norm_eps
         self.supervised_counts = supervised_counts
         self.learning_rate = build_learning_rate(optim, plan)
         self.num_updates = 0  # completed, over the whole run
         self.update_done = False  # whether the batch just trained completed an update
+        self.stop_requested = False  # this process was told to end; all ranks learn of it with their sums
         self._micro_batch = 0
-        self._current: tuple[PlannedUpdate, Tensor] | None = None
+        self._current: tuple[PlannedUpdate, list[list[Weights]]] | None = None
         self._generator: torch.Generator | None = None
+        self.average: WeightAverage | None = None  # where optim.ema_decay is set
+        self._held_average: dict[str, Tensor] | None = None  # of the checkpoint a run goes on from
+        self._run: Callable[[Callable[[], TTTOutput]], TTTOutput] = lambda compute: compute()
         self.num_planned_supervised = [0] * ttt_steps  # since the sums were last reset
         # buffers follow the module to its device; not persistent, so no checkpoint holds them
         self.register_buffer("verifier_head", edge.head, persistent=False)
@@ -93,14 +111,25 @@ class Eagle3Module(LightningModule):
 
     # set-up
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return build_optimizer(self.draft.named_parameters(), self.optim)
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ShardedStrategy):
+            self._run = self.trainer.strategy.shard(self.draft)
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return build_optimizers(self.draft.named_parameters(), self.optim)
 
     def on_fit_start(self) -> None:
         self.train_sums = Sums(train_widths(self.ttt_steps), self.device)
         self.validation_sums = Sums(validation_widths(self.ttt_steps), self.device)
         self._generator = torch.Generator(self.device)
-        self._trainable = [p for p in self.draft.parameters() if p.requires_grad]
+        trainable = [(name, p) for name, p in self.draft.named_parameters() if p.requires_grad]
+        self._trainable = [p for _, p in trainable]
+        if self.optim.ema_decay is not None:
+            self.average = WeightAverage(trainable, self.optim.ema_decay, self._held_average)
+
+    def on_fit_end(self) -> None:
+        if isinstance(self.trainer.strategy, ShardedStrategy):
+            self.trainer.strategy.gather(self.draft)
 
     def train(self, mode: bool = True) -> Eagle3Module:
         """Training mode for what is trained; frozen parts stay in evaluation mode."""
@@ -114,7 +143,7 @@ class Eagle3Module(LightningModule):
     def transfer_batch_to_device(
         self, batch: dict[str, Tensor], device: torch.device, dataloader_idx: int
     ) -> Any:
-        host = {key: batch[key] for key in HOST_KEYS if key in batch}
+        host = {key: value for key, value in batch.items() if stays_on_host(key)}
         moved = {key: value for key, value in batch.items() if key not in host}
         return {**super().transfer_batch_to_device(moved, device, dataloader_idx), **host}
 
@@ -124,39 +153,45 @@ class Eagle3Module(LightningModule):
         """One micro-batch: its share of the update's loss, backward, and the step when it is the update's last."""
         update, weights = self._begin(batch)
         last = self._micro_batch == update.num_micro_batches - 1
-        optimizer: Any = self.optimizers()
         if self._micro_batch == 0:
-            optimizer.zero_grad()
-        output = self._forward(batch, update)
-        loss = (output.loss_sums * weights).sum()
+            for optimizer in self._optimizers():
+                optimizer.zero_grad()
+        if self.normalisation is Normalisation.sequence:
+            document_ids = batch["document_ids"][0].clamp(min=0)  # padding is in no loss, whatever it weighs
+            output = self._forward(batch, update, weights.t()[:, document_ids])
+            loss = output.loss_sums.sum()
+        else:  # all rows of a pack weigh the same
+            output = self._forward(batch, update)
+            loss = (output.loss_sums * weights[0]).sum()
         self._backward(loss, synchronise=last)
-        norm = self._step(optimizer) if last else torch.zeros((), device=loss.device)
+        norm = self._step() if last else torch.zeros((), device=loss.device)
         self._count(batch, output, loss, norm, last)
         self._micro_batch = 0 if last else self._micro_batch + 1
         self.update_done = last
 
     def _begin(self, batch: dict[str, Tensor]) -> tuple[PlannedUpdate, Tensor]:
-        """The update this batch belongs to, checked against the plan, and each step's weight in the loss."""
+        """The update this batch belongs to, checked against the plan, and the weights of its rows, `[n, K]`."""
         if self._micro_batch == 0 or self._current is None:
             update = self.plan.update(self.num_updates)
-            counts = [self.supervised_counts(row, self.ttt_steps) for row in update.rows]
-            totals = tuple(sum(column) for column in zip(*counts, strict=True))
-            decay = self.step_decay
-            # an update without supervised tokens has loss 0, not 0/0
-            weights = [decay**k / total if total else 0.0 for k, total in enumerate(totals)]
-            on_device = torch.tensor(weights, dtype=torch.float32).to(self.device, non_blocking=True)
-            self._current = update, on_device
+            counts = [[self.supervised_counts(row, self.ttt_steps) for row in pack] for pack in update.packs]
+            self._current = update, loss_weights(counts, self.step_decay, self.normalisation)
+            totals = [sum(column) for column in zip(*(row for pack in counts for row in pack), strict=True)]
             self.num_planned_supervised = [
                 a + b for a, b in zip(self.num_planned_supervised, totals, strict=True)
             ]
-        update, on_device = self._current
+        update, weights = self._current
         planned = update.row_index(self._micro_batch, self.global_rank)
         rows = tuple(batch["row_index"].tolist())
         if rows != planned:
             raise RuntimeError(f"update {update.index}: the loader gave rows {rows}, the plan says {planned}")
-        return update, on_device
+        place = update.place(self._micro_batch, self.global_rank)
+        # a row that only keeps this rank busy has no supervised token: any weight will do
+        own = weights[place] if place < len(weights) else [(0.0,) * self.ttt_steps]
+        return update, torch.tensor(own, dtype=torch.float32).to(self.device, non_blocking=True)
 
-    def _forward(self, batch: dict[str, Tensor], update: PlannedUpdate | None) -> TTTOutput:
+    def _forward(
+        self, batch: dict[str, Tensor], update: PlannedUpdate | None, token_weights: Tensor | None = None
+    ) -> TTTOutput:
         batch = dict(batch)
         if self.compute_dtype is not None:
             for name in ("hidden_states", "verifier_last_hidden_states"):
@@ -165,7 +200,27 @@ class Eagle3Module(LightningModule):
             assert self._generator is not None
             self._generator.manual_seed(pack_seed(self.seed, update.epoch, batch["row_index"].tolist()))
             batch = self.noise(batch, generator=self._generator)
-        return ttt_forward(self.draft, batch, self.ttt_steps, self.recorder, compiled=self.compiled)
+        return self._run(partial(self._unroll, batch, token_weights))
+
+    def _unroll(self, batch: dict[str, Any], token_weights: Tensor | None) -> TTTOutput:
+        if self.pruned_loss is None:
+            return ttt_forward(
+                self.draft,
+                batch,
+                self.ttt_steps,
+                self.recorder,
+                token_weights=token_weights,
+                compiled=self.compiled,
+            )
+        return pruned_forward(
+            self.draft,
+            batch,
+            self.ttt_steps,
+            self.pruned_loss,
+            token_weights=token_weights,
+            plan=batch.get(PLAN),
+            compiled=self.compiled,
+        )
 
     def _backward(self, loss: Tensor, *, synchronise: bool) -> None:
         """Add gradients; ranks exchange them once, in the update's last micro-batch."""
@@ -178,14 +233,21 @@ class Eagle3Module(LightningModule):
             # DDP averages over ranks, and the update's loss is a sum over them
             self.manual_backward(loss * self.trainer.world_size)
 
-    def _step(self, optimizer: Any) -> Tensor:
+    def _optimizers(self) -> list[Any]:
+        held: Any = self.optimizers()
+        return held if isinstance(held, list) else [held]
+
+    def _step(self) -> Tensor:
         """Clip, set the rate of this update, step. Returns the gradient norm before clipping."""
         limit = self.optim.grad_clip_norm
         norm = nn.utils.clip_grad_norm_(self._trainable, float("inf") if limit is None else limit)
-        set_learning_rate(optimizer.optimizer, self.learning_rate(self.num_updates))
-        optimizer.step()
+        for optimizer in self._optimizers():
+            set_learning_rate(optimizer.optimizer, self.learning_rate(self.num_updates), self.optim)
+            optimizer.step()
         self.num_updates += 1
-        return norm
+        if self.average is not None:
+            self.average.update(self.num_updates)
+        return whole(norm)
 
     def _count(
         self, batch: dict[str, Tensor], output: TTTOutput, loss: Tensor, norm: Tensor, last: bool
@@ -198,8 +260,9 @@ class Eagle3Module(LightningModule):
             self.train_sums.add(
                 {
                     "updates": zero + own,
+                    "stop_requests": zero + float(self.stop_requested),
                     "loss": loss,
-                    "loss_step": output.loss_sums,
+                    "loss_step": output.token_loss_sums,
                     "supervised_step": output.num_supervised,
                     "correct_step": (output.correct & output.supervised).sum(dim=1),
                     "covered": covered,
@@ -211,29 +274,27 @@ class Eagle3Module(LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         self.validation_sums.reset()
+        if self.average is not None:
+            self.average.exchange()
+
+    def on_validation_epoch_end(self) -> None:
+        if self.average is not None:  # before the callbacks that save
+            self.average.exchange()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Sums of one pack, without noise. Rows that only keep a rank busy have no loss mask: they count 0."""
         output = self._forward(batch, None)
-        document_ids = batch["document_ids"][0]
-        supervised = batch["loss_mask"][0].bool() & (document_ids >= 0)
         edge = EdgeWeights(None, self.verifier_head, self.verifier_norm)
-        with torch.autocast(self.device.type, enabled=False):
-            target = verifier_argmax(
-                batch["verifier_last_hidden_states"][0], supervised, edge, self.rms_norm_eps
-            )
-        counts = correct_over_full_vocabulary(
-            output.draft_tokens, self.vocabulary, target, document_ids, batch["loss_mask"][0]
-        )
-        self.validation_sums.add(
-            {"loss_step": output.loss_sums, **counts._asdict(), "covered": self.t2d[target[supervised]].sum()}
-        )
+        self.validation_sums.add(pack_sums(output, batch, self.vocabulary, self.t2d, edge, self.rms_norm_eps))
 
     # checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint_state.trim(checkpoint, self.draft, self.plan, self.num_updates, self.seed)
+        average = self.average.state_dict() if self.average is not None else None
+        checkpoint_state.add_optimizer(checkpoint, self.optim, average)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.num_updates = checkpoint_state.check(checkpoint, self.draft, self.plan, self.seed)
+        self._held_average = checkpoint_state.check_optimizer(checkpoint, self.optim)
         self._micro_batch = 0

@@ -1,4 +1,4 @@
-"""AdamW over the trainable parameters, and a learning rate that is a function of the update alone."""
+"""Optimizers over the trainable parameters, and a learning rate that is a function of the update alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from eagle3lab.config.errors import Problem, UserError
-from eagle3lab.config.schema import OptimConfig, Schedule
+from eagle3lab.config.schema import OptimConfig, OptimKind, Schedule
 
 from .run_plan import RunPlan
 
@@ -61,18 +61,54 @@ def build_learning_rate(optim: OptimConfig, plan: RunPlan) -> LearningRate:
     return LearningRate(optim.lr, plan.num_updates, warmup, optim.schedule, optim.lr_min_share)
 
 
-def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], optim: OptimConfig) -> torch.optim.AdamW:
-    """AdamW (fused) over the named parameters that require a gradient. Weight decay spares norms and biases.
+# a matrix of these holds one vector per token: its rows have nothing to be orthogonal to
+_ONE_ROW_PER_TOKEN = ("embed_tokens", "lm_head")
 
+
+def muon_takes(name: str, parameter: nn.Parameter) -> bool:
+    """Whether Muon trains a parameter: the draft's matrices, its input projection included (as speculators has it)."""
+    is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1
+    return is_matrix and not any(part in name for part in _ONE_ROW_PER_TOKEN)
+
+
+def build_optimizers(
+    parameters: Iterable[tuple[str, nn.Parameter]], optim: OptimConfig
+) -> list[torch.optim.Optimizer]:
+    """AdamW (fused), or torch's Muon and AdamW for what Muon does not take, over what requires a gradient.
+
+    Weight decay spares norms and biases. Muon's steps are scaled to AdamW's size ("match_rms_adamw", arXiv
+    2502.16982), so that rates and decay tuned for one serve the other; it keeps one state per weight, AdamW two.
     Raises `ValueError` when a parameter is not fp32: updates below half a bf16 spacing would be lost.
     """
     trainable = [(name, p) for name, p in parameters if p.requires_grad]
     low = [name for name, p in trainable if p.dtype != torch.float32]
     if low:
         raise ValueError(f"trainable parameters must be fp32 masters, these are not: {low}")
+    optimizers: list[torch.optim.Optimizer] = []
+    if optim.kind is OptimKind.muon:
+        taken = [p for name, p in trainable if muon_takes(name, p)]
+        trainable = [(name, p) for name, p in trainable if not muon_takes(name, p)]
+        if taken:
+            optimizers.append(_muon(taken, optim))
+    if trainable:
+        optimizers.append(_adamw([p for _, p in trainable], optim))
+    return optimizers
+
+
+def _muon(parameters: list[nn.Parameter], optim: OptimConfig) -> torch.optim.Muon:
+    return torch.optim.Muon(
+        parameters,
+        lr=optim.muon_lr or optim.lr,
+        momentum=optim.muon_momentum,
+        weight_decay=optim.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+
+
+def _adamw(parameters: list[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
     groups = [
-        {"params": [p for _, p in trainable if p.ndim >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for _, p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     beta1, beta2 = optim.betas
     return torch.optim.AdamW(
@@ -84,6 +120,9 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], optim: Optim
     )
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, optim: OptimConfig) -> None:
+    """Give every group `rate`, the schedule of `optim.lr`; Muon's follow the same curve to their own peak."""
+    if isinstance(optimizer, torch.optim.Muon) and optim.muon_lr is not None:
+        rate = rate * (optim.muon_lr / optim.lr)
     for group in optimizer.param_groups:
         group["lr"] = rate

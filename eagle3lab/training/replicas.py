@@ -6,25 +6,54 @@ import os
 
 from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.config.schema import HardwareConfig, TrainerConfig
+from eagle3lab.config.stamp import interactive_slurm
 
 
 def num_replicas(hardware: HardwareConfig) -> int:
     """Training processes over all nodes. `hardware` is resolved: `num_devices` is a number.
 
-    Raises `UserError` when torchrun started another number of processes than `hardware` says.
+    Raises `UserError` when torchrun or SLURM started another number of processes than `hardware` says: the
+    plan of the run would be made for ranks that do not exist.
     """
     assert hardware.num_devices is not None, "hardware must be resolved first"
-    started = os.environ.get("LOCAL_WORLD_SIZE")
-    if started is not None and int(started) != hardware.num_devices:
+    devices = hardware.num_devices
+    launcher, on_node, in_all = _started()
+    if on_node is not None and on_node != devices:
         raise UserError(
             Problem(
-                "torchrun started another number of processes on this node than hardware has devices",
-                f"{started} processes, {hardware.num_devices} devices",
+                f"{launcher} started another number of processes on this node than hardware has devices",
+                f"{on_node} processes, {devices} devices",
                 "the same number",
-                f"hardware.num_devices={started} hardware.strategy=ddp",
+                f"hardware.num_devices={on_node} hardware.strategy=ddp",
             )
         )
-    return hardware.num_devices * hardware.num_nodes
+    if in_all is not None and in_all != devices * hardware.num_nodes:
+        nodes = f"{hardware.num_nodes} node{'s' if hardware.num_nodes > 1 else ''}"
+        raise UserError(
+            Problem(
+                f"{launcher} started another number of processes than hardware has devices",
+                f"{in_all} processes, {nodes} of {devices} device{'s' if devices > 1 else ''}",
+                "the same number",
+                f"hardware.num_nodes={in_all // devices}"
+                if in_all % devices == 0
+                else f"{devices} processes on every node",
+            )
+        )
+    return devices * hardware.num_nodes
+
+
+def _started() -> tuple[str, int | None, int | None]:
+    """Who started this process, and how many beside it: on this node and on all. torchrun may run inside SLURM."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return "torchrun", _number("LOCAL_WORLD_SIZE"), _number("WORLD_SIZE")
+    if "SLURM_NTASKS" in os.environ and not interactive_slurm():
+        return "SLURM", _number("SLURM_NTASKS_PER_NODE"), _number("SLURM_NTASKS")
+    return "", None, None
+
+
+def _number(variable: str) -> int | None:
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() else None
 
 
 def micro_batches_per_update(train: TrainerConfig, replicas: int) -> int:

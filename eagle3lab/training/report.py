@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from eagle3lab.config.loss_text import describe_loss
 from eagle3lab.config.plan import TrainPlan
-from eagle3lab.config.schema import NoiseKind, TrainRoot, VerifierSource
+from eagle3lab.config.schema import NoiseKind, OptimConfig, OptimKind, TrainRoot, VerifierSource
 
+from .console import share_text, short
 from .run_plan import RunPlan
 from .summary import TrainingSummary
+from .weight_average import weights_label
 
 
 def start_lines(cfg: TrainRoot, plan: TrainPlan, updates: RunPlan, run_dir: Path, coverage: float) -> str:
@@ -27,11 +30,13 @@ def start_lines(cfg: TrainRoot, plan: TrainPlan, updates: RunPlan, run_dir: Path
         f"  store              {cfg.store}: {updates.num_rows:,} training rows, {updates.rows_tokens:,} tokens",
         f"  draft              {plan.size.trainable:,} trainable parameters, vocabulary {plan.size.vocab_size:,} "
         f"(covers {coverage:.2%} of the supervised tokens), K={cfg.draft.ttt_steps}, noise {noise}",
+        f"  loss               {describe_loss(cfg.loss)}",
         f"  devices            {updates.num_replicas} x {hardware.device_name or hardware.accelerator.value}, "
         f"{hardware.precision.value}, attention {hardware.attention.value}",
         f"  updates            {updates.num_updates:,} of {train.seq_len * updates.num_replicas * updates.micro_batches:,} "
         f"token places each, {updates.num_tokens:,} tokens in all, {updates.num_epochs} epoch"
         f"{'s' if updates.num_epochs > 1 else ''}",
+        f"  optimizer          {_optimizer_text(cfg.optim)}",
         f"  learning rate      {cfg.optim.lr:g} {cfg.optim.schedule.value}, warm-up {warmup}",
         f"  memory (estimate)  {plan.total_gib:.1f} GiB per device",
     ]
@@ -43,6 +48,15 @@ def start_lines(cfg: TrainRoot, plan: TrainPlan, updates: RunPlan, run_dir: Path
     return "\n".join(lines)
 
 
+def _optimizer_text(optim: OptimConfig) -> str:
+    text = optim.kind.value
+    if optim.kind is OptimKind.muon:
+        text += f" for matrices (peak {optim.muon_lr or optim.lr:g}), adamw for norms"
+    if optim.ema_decay is not None:
+        text += f"; validates and exports averaged weights, ema_decay {optim.ema_decay:g}"
+    return text
+
+
 def closing_lines(
     cfg: TrainRoot, summary: TrainingSummary, run_dir: Path, exported_update: int, model_option: str
 ) -> str:
@@ -52,14 +66,21 @@ def closing_lines(
     if cfg.model.source is VerifierSource.local:
         model += f" model.name={cfg.model.name} model.path={cfg.model.path}"
     simulated = best.get("val/simulated_acceptance_length")
+    first = summary.first_update_seconds
+    first_text = f" (the first one {first:,.1f} s after the command)" if first else ""
     serve = json.dumps(
         {"method": "eagle3", "model": str(run_dir / "draft"), "num_speculative_tokens": cfg.draft.ttt_steps}
     )
     lines = [
-        f"trained {summary.updates:,} updates, {summary.tokens:,} tokens in {summary.train_seconds:,.1f} s "
-        f"({summary.tokens_per_second:,.0f} tokens/s, {summary.data_wait_share:.1%} waiting for data, "
-        f"peak {summary.peak_memory_gib:.1f} GiB)",
-        f"exported {run_dir / 'draft'} (weights of update {exported_update:,}), curves {run_dir / 'curves.png'}",
+        f"trained {summary.updates:,} updates, {summary.tokens:,} tokens in {summary.train_seconds:,.1f} s"
+        + first_text,
+        f"  speed    {summary.tokens_per_second:,.0f} tokens/s, "
+        f"{summary.supervised_tokens_per_second:,.0f} supervised tokens/s, MFU {share_text(summary.mfu)}, "
+        f"{summary.data_wait_share:.1%} waiting for data, {short(1e9 * summary.read_gb_per_second)}B/s read, "
+        f"peak {summary.peak_memory_gib:.1f} GiB",
+        f"  limited by {summary.limit}",
+        f"exported {run_dir / 'draft'} ({weights_label(cfg.optim)} weights of update {exported_update:,}), "
+        f"curves {run_dir / 'curves.png'}",
     ]
     if simulated is not None:
         lines.append(

@@ -41,8 +41,12 @@ class PlannedUpdate:
         """Packs of each rank; the last update of an epoch may have fewer than the others."""
         return -(-len(self.packs) // self.num_replicas)
 
+    def place(self, micro_batch: int, rank: int) -> int:
+        """The number of a rank's pack among `packs`; at their end and beyond are those without weight."""
+        return micro_batch * self.num_replicas + rank
+
     def pack(self, micro_batch: int, rank: int) -> tuple[int, ...]:
-        place = micro_batch * self.num_replicas + rank
+        place = self.place(micro_batch, rank)
         return self.packs[place] if place < len(self.packs) else (Unweighted(self.packs[0][0]),)
 
     def row_index(self, micro_batch: int, rank: int) -> tuple[int, ...]:
@@ -93,6 +97,7 @@ class RunPlan:
         self._packs_of_epoch = packs_of_epoch
         self._cache: OrderedDict[int, list[list[tuple[int, ...]]]] = OrderedDict()
         self._tokens = [0]  # _tokens[n]: real tokens of the first n updates
+        self._rows = [0]  # _rows[n]: rows of the first n updates, a row counted once per epoch
         self._rank_packs = [0]  # _rank_packs[n]: packs that every rank gets in the first n updates
         self._first_update: list[int] = []  # of each epoch
         self._epoch_sizes: list[int] = []  # updates of each whole epoch, budgets aside
@@ -111,6 +116,7 @@ class RunPlan:
             self._epoch_sizes.append(len(updates))
             for packs in updates:
                 self._tokens.append(self._tokens[-1] + sum(lengths[row] for pack in packs for row in pack))
+                self._rows.append(self._rows[-1] + sum(map(len, packs)))
                 self._rank_packs.append(self._rank_packs[-1] + -(-len(packs) // self.num_replicas))
                 if self.num_updates == max_updates or (
                     max_tokens is not None and self._tokens[-1] >= max_tokens
@@ -157,6 +163,10 @@ class RunPlan:
     def tokens_after(self, num_updates: int) -> int:
         """Real tokens of the first `num_updates` updates, all ranks."""
         return self._tokens[num_updates]
+
+    def rows_after(self, num_updates: int) -> int:
+        """Rows of the first `num_updates` updates, all ranks; a row counts once per epoch."""
+        return self._rows[num_updates]
 
     def updates_for_tokens(self, num_tokens: int) -> int:
         """How many updates see at least `num_tokens` tokens; `num_updates` when the run has fewer tokens."""

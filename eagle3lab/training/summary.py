@@ -14,11 +14,18 @@ class TrainingSummary:
     epochs: int  # begun
     tokens: int
     resumed_from_update: int
-    seconds: float  # this call, set-up, validation and saving included
+    seconds: float  # from the command on, set-up, validation and saving included
     train_seconds: float  # this call, training alone
     tokens_per_second: float  # training alone, without the first logging interval where there are more
-    data_wait_share: float  # of train_seconds, rank 0
+    supervised_tokens_per_second: float  # this and the next four of the same time
+    mfu: float | None  # work needed as a share of hardware.peak_tflops, rank 0; None where that is not set
+    needed_tflops_per_device: float  # work needed per second, rank 0; 0 where it was not counted
+    data_wait_share: float  # rank 0
+    read_gb_per_second: float  # of states from the store, rank 0 times the number of ranks
     peak_memory_gib: float  # rank 0
+    first_update_seconds: float | None  # from the command to the end of this call's first update
+    limited_by: str  # start-up, validation, data, memory, too-small updates or compute
+    limit: str  # the same with the figures that say so
     num_replicas: int
     micro_batches_per_update: int
     last: dict[str, float]  # the last logging interval

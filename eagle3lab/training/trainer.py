@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,23 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from eagle3lab.config import schema
 from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.config.flops import StepWork
 from eagle3lab.config.schema import Accelerator, HardwareConfig, Precision, TrainerConfig
 from eagle3lab.config.stamp import is_rank_zero
 
-from .checkpoint_state import read_position
-from .checkpoints import BEST, LAST, Checkpoints
+from .checkpoint_files import BEST, LAST, PlainFiles, find_resume_point
+from .checkpoints import Checkpoints
 from .clock import TrainClock
 from .csv_log import CsvLog
 from .datamodule import Eagle3DataModule
+from .interrupt import StopOnSignal
 from .interval_log import IntervalLog
 from .metrics import metric_names
 from .milestones import Milestones
 from .module import Eagle3Module
 from .replicas import num_replicas
+from .roofline import Speedometer, find_limit
+from .sharding import ShardedStrategy
 from .summary import TrainingSummary
 
 METRICS_FILE = "metrics.csv"
@@ -53,41 +57,53 @@ def fit(
     run_dir: Path,
     loggers: Sequence[Logger] = (),
     resume: bool = False,
+    resume_command: str = "the same command with resume=true",
+    about: Mapping[str, Any] | None = None,
+    needed_flops: Callable[[StepWork], float] | None = None,
+    seconds_before: float = 0.0,
 ) -> TrainingSummary:
     """Train `module` over its plan on `hardware` (resolved), writing metrics and checkpoints under `run_dir`.
 
     Runs in every process: under torchrun or SLURM as it is, else Lightning starts the other ranks by running
     the same command again. Afterwards the module holds the last weights; `checkpoint_state.load_weights`
-    fetches the best. With `resume` the run goes on from `checkpoints/last.ckpt`; a complete one does no more.
+    fetches the best. With `resume` the run goes on from `checkpoints/last.ckpt`, or from the one before where
+    that is damaged; a complete run does no more. `about` (plain data) goes into every checkpoint. `needed_flops`
+    turns the work that the data module counts into FLOPs, for the MFU. `seconds_before`: what the command took
+    until here, for the summary.
 
     Raises `UserError` when there is nothing to resume, when the checkpoint's data or update size is another,
-    and when a loss is not finite.
+    when a loss is not finite, and when a checkpoint cannot be written; `StoppedBySignal`, naming
+    `resume_command`, after a SIGTERM.
     """
-    began = time.perf_counter()
+    began = time.perf_counter() - seconds_before
     plan = module.plan
     assert num_replicas(hardware) == plan.num_replicas, "the plan was made for other hardware"
     directory = run_dir / CHECKPOINTS
-    last = directory / LAST
-    start = _resumed_update(last) if resume else 0
+    point = find_resume_point(directory) if resume else None
+    start = point.num_updates if point else 0
 
     milestones, clock = Milestones.of(plan, train), TrainClock()
     csv_log = CsvLog(run_dir / METRICS_FILE, metric_names(module.ttt_steps), keep_until=start)
-    log = IntervalLog(milestones, clock, write=print_line)
-    checkpoints = Checkpoints(directory, milestones, log, clock)
+    speed = Speedometer(plan.num_replicas, hardware.peak_tflops, needed_flops)
+    log = IntervalLog(milestones, clock, print_line, speed)
+    checkpoints = Checkpoints(directory, milestones, log, clock, resumed=point, about=about)
     with quiet_lightning():
         trainer = build_trainer(
             hardware,
             run_dir,
             loggers=[csv_log, *loggers],
-            callbacks=[log, checkpoints],
+            callbacks=[log, checkpoints, StopOnSignal(log, checkpoints, resume_command)],
             validate=datamodule.num_validation_rows > 0,
         )
         trainer.fit(
-            module, datamodule=datamodule, ckpt_path=last if resume else None, weights_only=resume or None
+            module,
+            datamodule=datamodule,
+            ckpt_path=point.path if point else None,
+            weights_only=resume or None,
         )
     if module.num_updates == 0:
         raise UserError(Problem("no update was made", f"{plan.num_updates} were planned", "at least one"))
-    return _summary(module, log, checkpoints, start=start, seconds=time.perf_counter() - began)
+    return _summary(module, log, checkpoints, hardware, start=start, began=began)
 
 
 def build_trainer(
@@ -101,6 +117,7 @@ def build_trainer(
         strategy=_strategy(hardware),
         precision="bf16-mixed" if hardware.precision is Precision.bf16 else "32-true",
         logger=loggers,
+        plugins=[PlainFiles()],
         callbacks=[*callbacks, RunProgressBar()] if sys.stdout.isatty() else callbacks,
         max_epochs=1,
         limit_val_batches=1.0 if validate else 0,
@@ -111,8 +128,8 @@ def build_trainer(
         enable_progress_bar=sys.stdout.isatty(),
         default_root_dir=run_dir,
     )
-    # Lightning asks all ranks for a received SIGTERM before every batch, and waits for the device to do so.
-    # Launchers signal every rank, and each rank looks at its own signal after every batch.
+    # Lightning asks all ranks for a received SIGTERM before every batch, and waits for the device to do so;
+    # here they agree when they log (`StopOnSignal`).
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
     return trainer
 
@@ -121,37 +138,49 @@ def _strategy(hardware: HardwareConfig) -> Strategy | str:
     if hardware.strategy is schema.Strategy.auto and hardware.num_devices == 1 and hardware.num_nodes == 1:
         return "auto"
     backend = "nccl" if hardware.accelerator is Accelerator.cuda else "gloo"
+    if hardware.strategy is schema.Strategy.fsdp2:
+        return ShardedStrategy(num_replicas(hardware), backend)
     # the draft's buffers never change, so nothing needs to be sent before a forward
     return DDPStrategy(process_group_backend=backend, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
-def _resumed_update(last: Path) -> int:
-    if not last.is_file():
-        raise UserError(
-            Problem("nothing to resume: no checkpoint", str(last), "a run that has saved one", "resume=false")
-        )
-    return int(read_position(last)["num_updates"])
-
-
 def _summary(
-    module: Eagle3Module, log: IntervalLog, checkpoints: Checkpoints, *, start: int, seconds: float
+    module: Eagle3Module,
+    log: IntervalLog,
+    checkpoints: Checkpoints,
+    hardware: HardwareConfig,
+    *,
+    start: int,
+    began: float,
 ) -> TrainingSummary:
-    plan, train_seconds = module.plan, log.train_seconds
-    first_update, first_second = log.measured_from or (start, 0.0)
-    if first_update == module.num_updates:  # a single interval: there is nothing else to measure
-        first_update, first_second = start, 0.0
-    tokens = plan.tokens_after(module.num_updates) - plan.tokens_after(first_update)
-    measured = train_seconds - first_second
+    seconds = time.perf_counter() - began
+    plan, steady, pauses = module.plan, log.speed.steady, log.clock.paused_seconds()
+    mfu = steady.mfu(hardware.peak_tflops)
+    limit = find_limit(
+        steady,
+        first_seconds=max(0.0, seconds - steady.seconds - pauses),
+        pause_seconds=pauses,
+        peak_tflops=hardware.peak_tflops,
+        peak_memory_gib=log.peak_memory_gib,
+        device_memory_gib=hardware.device_memory_gib,
+    )
     return TrainingSummary(
         updates=module.num_updates,
         epochs=plan.num_epochs,
         tokens=plan.tokens_after(module.num_updates),
         resumed_from_update=start,
         seconds=seconds,
-        train_seconds=train_seconds,
-        tokens_per_second=tokens / measured if measured > 0 else 0.0,
-        data_wait_share=log.wait_seconds / train_seconds if train_seconds > 0 else 0.0,
+        train_seconds=log.train_seconds,
+        tokens_per_second=steady.per_second(steady.tokens),
+        supervised_tokens_per_second=steady.per_second(steady.supervised),
+        mfu=mfu,
+        needed_tflops_per_device=steady.needed_tflops,
+        data_wait_share=steady.wait_share,
+        read_gb_per_second=steady.per_second(steady.bytes_read * plan.num_replicas) / 1e9,
         peak_memory_gib=log.peak_memory_gib,
+        first_update_seconds=log.first_update_at - began if log.first_update_at else None,
+        limited_by=limit.name,
+        limit=str(limit),
         num_replicas=plan.num_replicas,
         micro_batches_per_update=plan.micro_batches,
         last=log.last_train,

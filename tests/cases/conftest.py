@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,11 @@ from eagle3lab.store.reader import StoreReader
 from eagle3lab.verifier.facts import VerifierFacts, read_facts
 
 CASES = Path(__file__).parent
+_spec = importlib.util.spec_from_file_location("case_run", CASES / "case_run.py")
+assert _spec is not None
+assert _spec.loader is not None
+sys.modules["case_run"] = case_run = importlib.util.module_from_spec(_spec)  # for the test files to import
+_spec.loader.exec_module(case_run)
 POSITIONS = 512  # of every target
 
 
@@ -94,7 +101,8 @@ def translate(arguments: dict[str, Any], folder: Path) -> tuple[DataConfig, Mode
             case "model.aux_layer_ids":
                 model.aux_layer_ids = value
             case "data.path":
-                data.paths = [str(folder / value)]
+                whole = folder / value / "data.jsonl"  # a folder is its only file of conversations
+                data.paths = [str(whole if whole.is_file() else folder / value)]
             case "data.files":
                 data.paths = [str(folder / file) for file in value]
             case "data.template":
@@ -111,6 +119,8 @@ def translate(arguments: dict[str, Any], folder: Path) -> tuple[DataConfig, Mode
                 data.seed = int(value)
             case "extract.batch_size":
                 extract.batch_tokens = value * POSITIONS
+            case _ if key.startswith("train."):  # `case_run.train_words` says what they mean
+                pass
             case _:
                 raise AssertionError(f"{folder.name}: {key} has no counterpart")
     return data, model, extract
@@ -139,6 +149,12 @@ def _word(value: Any) -> str:
 @pytest.fixture
 def row_case() -> Callable[[str], RowCase]:
     return lambda case_id: load_case(CASES / case_id)
+
+
+@pytest.fixture
+def run_of(tmp_path: Path) -> Callable[..., Any]:
+    """`run_of(case, *files, validation=files, ids=draft vocabulary)` -> a `case_run.Run` over those rows."""
+    return partial(case_run.make_run, tmp_path)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle3lab.config.errors import IntegrityError, Problem
-from eagle3lab.config.schema import DraftConfig, LossKind
+from eagle3lab.config.schema import DraftConfig, LossConfig, TrainingStep
 from eagle3lab.draft.export import export_draft, load_draft, read_export
 from eagle3lab.draft.inference import ChainDrafter
-from eagle3lab.draft.speculators_model import build_draft, loss_function, vocabulary_of
+from eagle3lab.draft.losses import token_loss
+from eagle3lab.draft.pruned.heads import loss_and_gradient
+from eagle3lab.draft.pruned.step import pruned_forward
+from eagle3lab.draft.speculators_model import build_draft, vocabulary_of
 from eagle3lab.draft.ttt import LossRecorder, TTTOutput, correct_over_full_vocabulary, ttt_forward
 from eagle3lab.draft.vocabulary import DraftVocabulary
 from eagle3lab.verifier.facts import VerifierFacts, read_facts
@@ -41,7 +45,19 @@ def edge(facts: VerifierFacts) -> EdgeWeights:
 
 @pytest.fixture(scope="module")
 def recorder() -> LossRecorder:
-    return LossRecorder(loss_function(LossKind.kl, "eager"))
+    return LossRecorder(token_loss(LossConfig()))
+
+
+Step = Callable[[Any, dict[str, Tensor]], TTTOutput]
+
+
+@pytest.fixture(params=list(TrainingStep), ids=lambda step: step.value)
+def step(request: pytest.FixtureRequest, recorder: LossRecorder) -> Step:
+    """A pack through the training step of that name."""
+    if request.param is TrainingStep.reference:
+        return lambda model, batch: ttt_forward(model, batch, K, recorder)
+    loss = loss_and_gradient(LossConfig(), compiled=False)
+    return lambda model, batch: pruned_forward(model, batch, K, loss, compiled=False)
 
 
 def make(
@@ -88,15 +104,15 @@ def pack(case: str, *names: str, seq_len: int | None = None) -> dict[str, Tensor
     return {key: value[None] for key, value in batch.items()}
 
 
-def run(model: Any, batch: dict[str, Tensor], recorder: LossRecorder) -> tuple[TTTOutput, dict[str, Tensor]]:
+def run(model: Any, batch: dict[str, Tensor], step: Step) -> tuple[TTTOutput, dict[str, Tensor]]:
     model.zero_grad()
-    output = ttt_forward(model, batch, K, recorder)
+    output = step(model, batch)
     output.loss_sums.sum().backward()
     return output, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def test_trn_01_a_document_never_sees_its_neighbour(
-    facts: VerifierFacts, edge: EdgeWeights, recorder: LossRecorder
+    facts: VerifierFacts, edge: EdgeWeights, step: Step
 ) -> None:
     case, model, losses = expected("TRN-01"), make(facts, edge, scale=20.0), []
     for names in case["packs"]:
@@ -104,21 +120,21 @@ def test_trn_01_a_document_never_sees_its_neighbour(
         others = (batch["document_ids"] != len(names) - 1)[0]
         batch["loss_mask"][0, others] = 0
         batch["hidden_states"].requires_grad_()
-        output, _ = run(model, batch, recorder)
+        output, _ = run(model, batch, step)
         losses.append(output.loss_sums.detach())
         gradient = batch["hidden_states"].grad
         assert gradient is not None
         assert not gradient[0, others].any()
         assert gradient[0, ~others].any()
         # The rows' own losses add up when the neighbour is supervised too.
-        whole, _ = run(model, pack("TRN-01", *names, seq_len=32), recorder)
-        alone = [run(model, pack("TRN-01", name), recorder)[0].loss_sums.detach() for name in names]
+        whole, _ = run(model, pack("TRN-01", *names, seq_len=32), step)
+        alone = [run(model, pack("TRN-01", name), step)[0].loss_sums.detach() for name in names]
         torch.testing.assert_close(whole.loss_sums.detach(), torch.stack(alone).sum(0), rtol=0, atol=1e-5)
     for other in losses[1:]:
         torch.testing.assert_close(other, losses[0], rtol=0, atol=case["tolerance_fp32"])
 
 
-def step_logits(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
+def step_logits(model: Any, batch: dict[str, Tensor], step: TrainingStep) -> list[Tensor]:
     """Logits `[S - k, Vd]` of every step, in the order the loss sees them."""
     seen: list[Tensor] = []
 
@@ -126,19 +142,32 @@ def step_logits(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
         seen.append(logits[0])
         return logits[..., 0]
 
-    ttt_forward(model, batch, K, LossRecorder(keep))
+    def keep_rows(
+        logits: Tensor, targets: Tensor, index: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        seen.append(logits)
+        return logits[..., 0], torch.zeros_like(logits), logits.argmax(dim=-1)
+
+    if step is TrainingStep.reference:
+        ttt_forward(model, batch, K, LossRecorder(keep))
+    else:  # it computes the rows that carry loss: here all of them
+        batch = {**batch, "loss_mask": (batch["document_ids"] >= 0).int()}
+        pruned_forward(model, batch, K, keep_rows, compiled=False)
     return seen
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("step", TrainingStep)
 @torch.no_grad()
-def test_trn_03_no_attention_sees_the_future(facts: VerifierFacts, edge: EdgeWeights) -> None:
+def test_trn_03_no_attention_sees_the_future(
+    facts: VerifierFacts, edge: EdgeWeights, step: TrainingStep
+) -> None:
     case, length, by_attention = expected("TRN-03"), 11, {}
     for attention in ("eager", "sdpa", "flex"):
         model = make(facts, edge, attention=attention, scale=20.0)
         seq_len = 128 if attention == "flex" else None
         row, changed = (
-            step_logits(model, pack("TRN-03", name, seq_len=seq_len))
+            step_logits(model, pack("TRN-03", name, seq_len=seq_len), step)
             for name in ("row", "row_future_changed")
         )
         for k in range(K):
@@ -151,41 +180,64 @@ def test_trn_03_no_attention_sees_the_future(facts: VerifierFacts, edge: EdgeWei
 
 
 def test_trn_06_padding_changes_neither_loss_nor_gradient(
-    facts: VerifierFacts, edge: EdgeWeights, recorder: LossRecorder
+    facts: VerifierFacts, edge: EdgeWeights, step: Step
 ) -> None:
     model = make(facts, edge, scale=20.0)
-    reference, gradients = run(model, pack("TRN-06", "row"), recorder)
+    reference, gradients = run(model, pack("TRN-06", "row"), step)
     for size in expected("TRN-06")["pad_to"]:
-        output, padded = run(model, pack("TRN-06", "row", seq_len=size), recorder)
+        output, padded = run(model, pack("TRN-06", "row", seq_len=size), step)
         torch.testing.assert_close(output.loss_sums, reference.loss_sums, rtol=0, atol=1e-6)
         assert torch.equal(output.num_supervised, reference.num_supervised)
         for name in gradients:
             torch.testing.assert_close(padded[name], gradients[name], rtol=1e-5, atol=1e-6)
 
 
+def test_nan_at_an_unsupervised_target_stays_there(
+    facts: VerifierFacts, edge: EdgeWeights, step: Step
+) -> None:
+    model, batch = make(facts, edge, scale=20.0), pack("TRN-06", "row", seq_len=16)
+    clean, gradients = run(model, batch, step)
+    masked = batch["loss_mask"][0] == 0
+    assert 0 < int(masked.sum()) < 16
+    batch["verifier_last_hidden_states"][0, masked] = torch.nan
+    output, with_nan = run(model, batch, step)
+    assert torch.equal(output.loss_sums, clean.loss_sums)
+    assert all(torch.equal(with_nan[name], gradients[name]) for name in gradients)
+
+
 def test_trn_07_rows_without_supervision_add_nothing(
-    facts: VerifierFacts, edge: EdgeWeights, recorder: LossRecorder
+    facts: VerifierFacts, edge: EdgeWeights, step: Step
 ) -> None:
     model = make(facts, edge)
-    output, gradients = run(model, pack("TRN-07", "hs_0", "hs_1"), recorder)
+    output, gradients = run(model, pack("TRN-07", "hs_0", "hs_1"), step)
     assert output.loss_sums.tolist() == [expected("TRN-07")["batch_[0,1]"]["loss"]] * K
     assert output.num_supervised.tolist() == [0] * K
     assert all(not g.any() for g in gradients.values())
-    beside, with_row = run(model, pack("TRN-07", "hs_0", "hs_2"), recorder)
-    alone, of_row = run(model, pack("TRN-07", "hs_2"), recorder)
+    beside, with_row = run(model, pack("TRN-07", "hs_0", "hs_2"), step)
+    alone, of_row = run(model, pack("TRN-07", "hs_2"), step)
     torch.testing.assert_close(beside.loss_sums, alone.loss_sums, rtol=0, atol=1e-6)
     for name in of_row:
         torch.testing.assert_close(with_row[name], of_row[name], rtol=1e-5, atol=1e-7)
 
 
-def test_trn_10_the_divergence_is_computed_in_fp32() -> None:
+@pytest.mark.parametrize("step", TrainingStep)
+def test_trn_10_the_divergence_is_computed_in_fp32(step: TrainingStep) -> None:
     case, tensors = expected("TRN-10"), load_file(CASES / "TRN-10" / "logits.safetensors")
-    logits = tensors["draft_logits"][None].requires_grad_()
-    loss = loss_function(LossKind.kl, "eager")(logits, tensors["teacher_logits"][None]).sum()
+    logits, targets = tensors["draft_logits"], tensors["teacher_logits"]
+    assert logits.dtype == torch.bfloat16
+    if step is TrainingStep.reference:
+        leaf = logits[None].requires_grad_()
+        loss = token_loss(LossConfig())(leaf, targets[None]).sum()
+        gradient = torch.autograd.grad(loss, leaf)[0][0]
+    else:
+        losses, made, _ = loss_and_gradient(LossConfig(), compiled=False)(
+            logits, targets, torch.arange(len(logits)), torch.ones(len(logits))
+        )
+        assert made is not None
+        loss, gradient = losses.sum(), made
     assert loss.item() == pytest.approx(case["kl_sum_fp64"], rel=1e-4)
-    (gradient,) = torch.autograd.grad(loss, logits)
     exact = tensors["kl_gradient_fp64"]
-    assert float((gradient[0].double() - exact).norm() / exact.norm()) < 0.005
+    assert float((gradient.double() - exact).norm() / exact.norm()) < 0.005
 
 
 def test_trn_15_true_tokens_are_fed_while_training_and_verifier_ids_while_drafting(

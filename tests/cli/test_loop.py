@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 
@@ -41,7 +42,10 @@ def test_a_run_leaves_everything_that_is_needed_to_serve_and_to_repeat_it(traine
 def test_wandb_offline_writes_a_run_of_its_own(trained: Path) -> None:
     runs = list((trained / "wandb").glob("offline-run-*"))
     assert len(runs) == 1
-    assert runs[0].name.endswith((trained / "wandb_run_id").read_text().strip())
+    run_id = (trained / "wandb_run_id").read_text().strip()
+    assert runs[0].name.endswith(run_id)
+    checkpoint = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["eagle3lab_run"]["wandb_run_id"] == run_id
 
 
 def test_evaluate_measures_the_exported_draft(trained: Path, run_command: Callable[..., Any]) -> None:
@@ -78,8 +82,12 @@ def test_a_taken_run_directory_is_refused_and_resume_goes_on_in_it(
     assert "the run directory is taken" in refused.stderr
     assert "resume=true" in refused.stderr
     before = (trained / "draft" / "model.safetensors").read_bytes()
-    run_command("train.py", *arguments, "resume=true")
+    run_id = (trained / "wandb_run_id").read_text()
+    run_command("train.py", *arguments, "resume=true", "logger=wandb_offline")
     assert (trained / "draft" / "model.safetensors").read_bytes() == before  # a finished run does no more
+    assert (trained / "wandb_run_id").read_text() == run_id
+    # offline, every start has a folder of its own; the id in its name makes them one run
+    assert {p.name.split("-")[-1] for p in (trained / "wandb").glob("offline-run-*")} == {run_id.strip()}
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_every_override_that_changes_the_result_is_in_the_name() -> None:
 def test_a_choice_whose_values_were_changed_does_not_pass_for_the_option() -> None:
     overrides = ["noise=uniform0.05", "noise.scale=0.3", "draft=eagle3", "draft.ttt_steps=7", "loss=kl"]
     chosen = {"noise": "uniform0.05", "draft": "eagle3", "loss": "kl"}
-    shown = honest_choices(chosen, overrides, NoiseConfig(NoiseKind.uniform, 0.3))
+    shown = honest_choices(chosen, overrides, config(NoiseConfig(NoiseKind.uniform, 0.3)))
     assert shown == {"noise": "uniform0.3", "draft": "eagle3+changed", "loss": "kl"}
 
 

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from eagle3lab.config.errors import UserError
-from eagle3lab.config.plan import draft_size, plan_extraction, plan_training
+from eagle3lab.config.plan import StoreCounts, TrainPlan, draft_size, plan_extraction, plan_training
 from eagle3lab.config.plan_text import describe_training, require_fit
-from eagle3lab.config.schema import DraftConfig, HardwareConfig, Precision, Shapes, StoreDtype, TrainerConfig
+from eagle3lab.config.schema import (
+    DraftConfig,
+    HardwareConfig,
+    OptimConfig,
+    OptimKind,
+    Precision,
+    Shapes,
+    StoreDtype,
+    Strategy,
+    TrainerConfig,
+    TrainingStep,
+)
 from eagle3lab.store.disk import estimate_bytes
 
 QWEN3_8B = Shapes(4096, 12288, 36, 32, 8, 128, 151936, 8190735360)
@@ -29,13 +43,13 @@ def test_memory_and_speed_agree_with_the_measured_baseline(
     ttt_steps: int, gib: float, tokens_per_second: float
 ) -> None:
     plan = plan_training(
-        DraftConfig(name="eagle3", ttt_steps=ttt_steps),
+        DraftConfig(name="eagle3", ttt_steps=ttt_steps, step=TrainingStep.reference),
         QWEN3_8B,
         H200,
         TrainerConfig(seq_len=8192),
         num_aux=3,
         num_devices_per_node=1,
-        store_tokens=None,
+        store=None,
     )
     assert plan.total_gib == pytest.approx(gib, rel=0.15)
     assert plan.tokens_per_second == pytest.approx(tokens_per_second, rel=0.1)
@@ -50,11 +64,38 @@ def test_a_plan_that_cannot_fit_is_refused_with_what_would() -> None:
         TrainerConfig(seq_len=8192),
         num_aux=3,
         num_devices_per_node=1,
-        store_tokens=None,
+        store=None,
     )
     with pytest.raises(UserError, match=r"does not fit small(.|\n)*train\.seq_len at \d+%"):
         require_fit(plan, hardware)
     assert "memory per device" in describe_training(plan, hardware, {})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optim", "copies"),
+    [
+        (Strategy.ddp, OptimConfig(), 1 + 1 + 2),  # weights, gradients, two moments
+        (Strategy.ddp, OptimConfig(kind=OptimKind.muon), 1 + 1 + 1),  # one momentum
+        (Strategy.ddp, OptimConfig(ema_decay=0.999), 1 + 1 + 2 + 1),
+        (Strategy.fsdp2, OptimConfig(), 2 * (1 + 1 / 4) + 2 / 4),  # whole ones for a step, quarters always
+        (Strategy.fsdp2, OptimConfig(ema_decay=0.999), 2 * (1 + 1 / 4) + 2 / 4 + 1 / 4),
+    ],
+)
+def test_strategy_and_optimizer_decide_how_often_a_weight_is_held(
+    strategy: Strategy, optim: OptimConfig, copies: float
+) -> None:
+    plan = plan_training(
+        DraftConfig(name="eagle3"),
+        QWEN3_8B,
+        HardwareConfig(name="h200x4", strategy=strategy),
+        TrainerConfig(seq_len=8192),
+        num_aux=3,
+        num_devices_per_node=4,
+        store=None,
+        optim=optim,
+    )
+    held = sum(gib for part, gib in plan.memory_gib.items() if "(fp32)" in part)
+    assert held == pytest.approx(copies * plan.size.trainable * 4 / 2**30)
 
 
 @pytest.mark.parametrize("dtype", StoreDtype)
@@ -65,3 +106,23 @@ def test_the_planned_bytes_are_those_that_the_store_estimates(dtype: StoreDtype)
     beside_states = 9  # an id and a mask
     assert plan.bytes_per_token == estimate_bytes(1, 4096, 3, dtype.value) + beside_states
     assert plan.disk_gb == pytest.approx(1000 * plan.bytes_per_token / 1e9)
+
+
+def test_a_store_tells_the_plan_its_size_its_supervised_share_and_its_bytes(tmp_path: Path) -> None:
+    assert StoreCounts.read(tmp_path) is None
+    manifest = {"num_tokens": 970_000, "num_supervised": 242_500, "dtype": "float8_e4m3"}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    store = StoreCounts.read(tmp_path)
+    assert store == StoreCounts(970_000, 0.25, StoreDtype.float8_e4m3)
+
+    def plan(store: StoreCounts | None, step: TrainingStep) -> TrainPlan:
+        draft, train = DraftConfig(name="eagle3", step=step), TrainerConfig(seq_len=8192, max_epochs=2)
+        return plan_training(draft, QWEN3_8B, H200, train, num_aux=3, num_devices_per_node=1, store=store)
+
+    pruned, reference = plan(store, TrainingStep.pruned), plan(store, TrainingStep.reference)
+    assert pruned.num_updates == 2 * round(970_000 / 0.97 / 8192)
+    assert pruned.store_bytes_per_token == 4 * (4096 + 4) + 9
+    assert pruned.tokens_per_second is not None
+    assert reference.tokens_per_second is not None
+    assert pruned.tokens_per_second > 2.5 * reference.tokens_per_second
+    assert plan(None, TrainingStep.pruned).store_bytes_per_token == 4 * 4096 * 2 + 9

@@ -51,7 +51,7 @@ def make_samples(count: int = 12, seed: int = 0, dtype: torch.dtype = torch.bflo
     return samples
 
 
-def write_store(path: Path, samples: list[Sample], shard_tokens: int = 40) -> None:
+def write_store(path: Path, samples: list[Sample], shard_tokens: int = 40, dtype: str | None = None) -> None:
     """A store of the samples; every fifth row is validation."""
     manifest = Manifest(
         verifier=VerifierIdentity("LlamaForCausalLM", "c", "w", HIDDEN, 8, VOCAB),
@@ -59,7 +59,7 @@ def write_store(path: Path, samples: list[Sample], shard_tokens: int = 40) -> No
         template_hash="j",
         template_args_hash="a",
         layer_ids=LAYERS,
-        dtype=str(samples[0].states.dtype).removeprefix("torch."),
+        dtype=dtype or str(samples[0].states.dtype).removeprefix("torch."),
         engine={"name": "hf"},
     )
     rows, by_id = [], {}

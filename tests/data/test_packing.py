@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eagle3lab.config.errors import UserError
+from eagle3lab.config.schema import DataConfig
 from eagle3lab.data.packing import PackBatchSampler, Unweighted
+from eagle3lab.rows.readers import read_conversations
 
 
 def realistic(
@@ -30,6 +32,17 @@ def test_packs_are_97_percent_full_on_realistic_lengths(median: int, sigma: floa
     lengths = realistic(20_000, median, sigma)
     packs = PackBatchSampler(lengths, 8192).plan(0)
     assert lengths.sum() / (len(packs) * 8192) >= 0.97
+
+
+@pytest.mark.parametrize("seq_len", [2048, 4096])
+def test_packs_are_97_percent_full_on_the_lengths_of_the_shipped_conversations(seq_len: int) -> None:
+    rows, _ = read_conversations(DataConfig(name="demo", paths=["asset:demo/conversations.jsonl.xz"]))
+    # about four characters make a token, and a template adds a few to every message
+    sizes = [sum(len(m["content"]) // 4 + 5 for m in row.messages) for row in rows]
+    lengths = np.array([size for size in sizes if size <= 512])
+    assert len(lengths) > 500
+    packs = PackBatchSampler(lengths, seq_len).plan(0)
+    assert lengths.sum() / (len(packs) * seq_len) >= 0.97
 
 
 @settings(max_examples=60, deadline=None)

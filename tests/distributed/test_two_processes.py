@@ -1,4 +1,4 @@
-"""Two gloo processes against one process on the union of their batches."""
+"""Two gloo processes, whole (DDP) and in shards (FSDP2), against one process on the union of their batches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,14 @@ import torch
 
 SCRIPT = Path(__file__).with_name("train_tiny.py")
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 NOISE = 0.05
-TOLERANCE = 1e-5  # a thousandth of one Adam step at the rate of 1e-2: gradients are summed in another order
+# 8 packs in updates of 6: the second update of an epoch has one micro-batch per rank instead of three
+TRAIN = {"tokens_per_update": 6 * 32, "max_epochs": 2, "log_every_updates": 1}
+NORMALISATIONS = ["pack", "sequence"]
+OPTIM = {"ema_decay": 0.8, "weight_decay": 0.01}
+MUON = {"kind": "muon"}
+TOLERANCE = 2e-5  # 1/500 of an Adam step at the rate of 1e-2: gradients are summed in another order
 
 
 def script_module() -> ModuleType:
@@ -31,14 +38,14 @@ def script_module() -> ModuleType:
 
 
 def job(store: Path, out: Path, devices: int, train: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"store": str(store), "out": str(out), "devices": devices, "train": train, "noise": NOISE} | more
+    common = {"devices": devices, "train": train, "noise": NOISE, "optim": OPTIM, "step": "pruned"}
+    return {"store": str(store), "out": str(out)} | common | more
 
 
 def launch(command: list[str], jobs: list[dict[str, Any]]) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*command, str(SCRIPT), json.dumps(jobs)],
-        env=environment,
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=240,
@@ -61,53 +68,155 @@ def rows(path: Path) -> list[dict[str, float]]:
 def assert_same_run(a: Path, b: Path) -> None:
     for one, two in zip(rows(a), rows(b), strict=True):
         assert one == pytest.approx(two, rel=1e-5, abs=1e-7)
-    first, second = (torch.load(p / "weights.pt", weights_only=True) for p in (a, b))
-    assert first.keys() == second.keys()
-    assert max(float((first[n] - second[n]).abs().max()) for n in first) < TOLERANCE
+    assert_same_weights(a, b)
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    """The trained weights, and those that would be exported."""
+    for file in ("weights.pt", "exported.pt"):
+        first, second = (torch.load(p / file, weights_only=True) for p in (a, b))
+        assert first.keys() == second.keys()
+        assert max(float((first[n] - second[n]).abs().max()) for n in first) < TOLERANCE, file
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`one`: one process. `two`: two under torchrun. `half` stops early on two ranks and goes on on one."""
+    """`one`: one process. `two`, `sharded`: two under torchrun.
+
+    `half` and `sharded_half` stop early on two ranks and go on on one, `cut` stops early and goes on in shards.
+    `pack_one`, `pack_two` and so on: the other normalisations in one process and in two.
+    """
     path = tmp_path_factory.mktemp("runs")
     script = script_module()
     tiny = script.load_tiny()
     # five validation rows in three packs: one rank has one fewer
     tiny.write_store(path / "store", tiny.default_rows(12, 5))
-    # 8 packs in updates of 6: the second update of an epoch has one micro-batch per rank instead of three
-    train = {"tokens_per_update": 6 * tiny.SEQ_LEN, "max_epochs": 2, "log_every_updates": 1}
+    train = TRAIN
     short = train | {"max_epochs": None, "max_updates": 3}
+    # 7 packs in updates of 4: in the second one a rank gets a row without weight
+    tiny.write_store(path / "odd", tiny.default_rows(11, 1))
+    odd = {"tokens_per_update": 4 * tiny.SEQ_LEN, "max_epochs": 1, "log_every_updates": 1}
     script.run(tiny, job(path / "store", path / "one", 1, train))
+    store = path / "store"
     launch(
         TORCHRUN,
-        [job(path / "store", path / "two", 2, train), job(path / "store", path / "half", 2, short)],
+        [
+            job(store, path / "two", 2, train),
+            job(store, path / "half", 2, short),
+            job(store, path / "cut", 2, short),
+            job(store, path / "sharded", 2, train, strategy="fsdp2"),
+            job(store, path / "sharded_half", 2, short, strategy="fsdp2"),
+            job(store, path / "cut", 2, train, strategy="fsdp2", resume=True),
+            job(store, path / "muon_two", 2, train, optim=MUON, step="reference"),
+            job(store, path / "muon_sharded", 2, train, optim=MUON, step="reference", strategy="fsdp2"),
+            *(job(path / "odd", path / f"{name}_two", 2, odd, normalisation=name) for name in NORMALISATIONS),
+        ],
     )
-    script.run(tiny, job(path / "store", path / "half", 1, train, resume=True))
+    for name in NORMALISATIONS:
+        script.run(tiny, job(path / "odd", path / f"{name}_one", 1, odd, normalisation=name))
+    for name in ("half", "sharded_half"):
+        script.run(tiny, job(store, path / name, 1, train, resume=True))
+    script.run(tiny, job(store, path / "muon_one", 1, train, optim=MUON, step="reference"))
     return path
 
 
-def test_two_processes_equal_one_on_the_union_of_their_batches(runs: Path) -> None:
+@pytest.mark.parametrize("name", ["two", "sharded"])
+def test_two_processes_equal_one_on_the_union_of_their_batches(runs: Path, name: str) -> None:
     assert [r["update"] for r in rows(runs / "one") if "train/loss" in r] == [1, 2, 3, 4]
-    assert_same_run(runs / "one", runs / "two")
+    assert_same_run(runs / "one", runs / name)
 
 
-def test_a_run_begun_on_two_ranks_goes_on_on_one(runs: Path) -> None:
-    summary = json.loads((runs / "half" / "summary.json").read_text())
+@pytest.mark.parametrize("name", NORMALISATIONS)
+def test_every_normalisation_is_over_all_ranks_and_micro_batches(runs: Path, name: str) -> None:
+    assert len([r for r in rows(runs / f"{name}_one") if "train/loss" in r]) == 2
+    assert_same_run(runs / f"{name}_one", runs / f"{name}_two")
+
+
+@pytest.mark.parametrize(("name", "replicas"), [("half", 1), ("sharded_half", 1), ("cut", 2)])
+def test_a_run_goes_on_on_another_number_of_ranks_and_under_another_strategy(
+    runs: Path, name: str, replicas: int
+) -> None:
+    summary = json.loads((runs / name / "summary.json").read_text())
     assert summary["resumed_from_update"] == 3
-    assert summary["num_replicas"] == 1
-    one, half = (torch.load(runs / n / "weights.pt", weights_only=True) for n in ("one", "half"))
-    assert max(float((one[n] - half[n]).abs().max()) for n in one) < TOLERANCE
+    assert summary["num_replicas"] == replicas
+    assert_same_weights(runs / "one", runs / name)
+    assert rows(runs / name)[-1] == pytest.approx(rows(runs / "one")[-1], rel=1e-5)  # of the averaged weights
+
+
+def test_a_rank_keeps_its_share_of_the_optimizer_states(runs: Path) -> None:
+    whole, sharded = (
+        json.loads((runs / name / "summary.json").read_text())["optimizer_values_held"]
+        for name in ("two", "sharded")
+    )
+    assert 0.5 <= sharded / whole < 0.51
+
+
+@pytest.mark.parametrize("name", ["muon_two", "muon_sharded"])
+def test_muon_on_two_ranks_is_muon_on_one_up_to_its_own_rounding(runs: Path, name: str) -> None:
+    # its iteration is in bf16, so that a last bit of a gradient moves a weight by a fiftieth of a step and less
+    one, two = (torch.load(runs / n / "weights.pt", weights_only=True) for n in ("muon_one", name))
+    assert max(float((one[n] - two[n]).abs().max()) for n in one) < 1e-3
+    assert rows(runs / name)[-1] == pytest.approx(rows(runs / "muon_one")[-1], rel=1e-3)
+
+
+def test_ranks_on_several_nodes_are_told_apart_by_what_slurm_says(runs: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    content = json.dumps([job(runs / "store", runs / "nodes", 1, TRAIN, nodes=2)])
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2"}
+    ranks = []
+    for node in ("0", "1"):
+        own = {"SLURM_PROCID": node, "SLURM_NODEID": node, "SLURM_LOCALID": "0"}
+        environment = {**ENVIRONMENT, **slurm, **own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT), content],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    printed = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], printed
+    assert_same_run(runs / "one", runs / "nodes")
+
+
+def tensors(value: Any, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by its place in it."""
+    if isinstance(value, torch.Tensor):
+        return {prefix: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return {place: t for key, item in items for place, t in tensors(item, f"{prefix}/{key}").items()}
+
+
+@pytest.mark.parametrize("file", ["last.ckpt", "best.ckpt"])
+def test_a_checkpoint_of_shards_is_the_one_that_whole_weights_give(runs: Path, file: str) -> None:
+    whole, sharded = (
+        tensors(torch.load(runs / name / "checkpoints" / file, weights_only=True))
+        for name in ("two", "sharded")
+    )
+    assert {n: (t.shape, t.dtype) for n, t in whole.items()} == {
+        n: (t.shape, t.dtype) for n, t in sharded.items()
+    }
+    assert {name.split("/")[1] for name in whole} == {"state_dict", "optimizer_states", "average"}
+    for name, tensor in whole.items():
+        assert torch.allclose(tensor, sharded[name], rtol=1e-4, atol=TOLERANCE), name
 
 
 def test_one_rank_writes_and_both_metrics_and_checkpoints_are_there(runs: Path) -> None:
     names = sorted(p.name for p in (runs / "two").iterdir())
-    assert names == ["checkpoints", "metrics.csv", "summary.json", "weights.pt"]
-    assert sorted(p.name for p in (runs / "two" / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
+    assert names == ["checkpoints", "exported.pt", "metrics.csv", "summary.json", "weights.pt"]
+    assert sorted(p.name for p in (runs / "two" / "checkpoints").iterdir()) == [
+        "best.ckpt",
+        "last.ckpt",
+        "previous.ckpt",
+    ]
 
 
 @pytest.mark.slow
 def test_without_torchrun_the_command_starts_its_other_rank_itself(runs: Path) -> None:
-    train = {"tokens_per_update": 6 * 32, "max_epochs": 2, "log_every_updates": 1}
-    printed = launch([sys.executable], [job(runs / "store", runs / "own", 2, train)])
+    printed = launch([sys.executable], [job(runs / "store", runs / "own", 2, TRAIN)])
     assert printed.count("update 1/4  tokens") == 1
     assert_same_run(runs / "one", runs / "own")

@@ -11,8 +11,17 @@ from typing import Any
 
 import torch
 
-from eagle3lab.config.schema import TrainerConfig
+from eagle3lab.config.schema import (
+    LossConfig,
+    Normalisation,
+    OptimKind,
+    Strategy,
+    TrainerConfig,
+    TrainingStep,
+)
 from eagle3lab.store.reader import StoreReader
+from eagle3lab.training.checkpoint_state import load_weights
+from eagle3lab.training.sharding import own_part
 from eagle3lab.training.trainer import fit
 
 
@@ -30,24 +39,36 @@ def load_tiny() -> ModuleType:
 def run(tiny: ModuleType, job: dict[str, Any]) -> None:
     out = Path(job["out"])
     train = TrainerConfig(seq_len=tiny.SEQ_LEN, **job["train"])
+    optim = dict(job.get("optim", {}))
+    optim["kind"] = OptimKind(optim.get("kind", "adamw"))
     module, data = tiny.build(
         StoreReader(Path(job["store"])),
         train,
         devices=job["devices"],
+        nodes=job.get("nodes", 1),
         noise=job.get("noise", 0.0),
         threads=job.get("threads", 0),
+        optim=tiny.optim(**optim),
+        step=TrainingStep(job.get("step", "reference")),
+        loss=LossConfig(step_decay=0.8, normalisation=Normalisation(job.get("normalisation", "token"))),
     )
     summary = fit(
         module,
         data,
-        hardware=tiny.hardware(job["devices"]),
+        hardware=tiny.hardware(
+            job["devices"], Strategy(job.get("strategy", "auto")), nodes=job.get("nodes", 1)
+        ),
         train=train,
         run_dir=out,
         resume=job.get("resume", False),
     )
     if module.global_rank == 0:
         torch.save(tiny.weights(module), out / "weights.pt")
-        (out / "summary.json").write_text(json.dumps(summary.to_json()))
+        assert load_weights(module.draft, out / "checkpoints" / "last.ckpt") == summary.updates
+        torch.save(tiny.weights(module), out / "exported.pt")
+        states = [state for o in module.trainer.optimizers for state in o.state.values()]
+        held = sum(own_part(t).numel() for state in states for t in state.values() if t.ndim)
+        (out / "summary.json").write_text(json.dumps(summary.to_json() | {"optimizer_values_held": held}))
 
 
 if __name__ == "__main__":

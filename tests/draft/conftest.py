@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3lab.config.schema import DraftConfig, LossKind
-from eagle3lab.draft.speculators_model import build_draft, loss_function
+from eagle3lab.config.schema import DraftConfig, LossConfig
+from eagle3lab.draft.losses import token_loss
+from eagle3lab.draft.speculators_model import build_draft
 from eagle3lab.draft.ttt import LossRecorder
 from eagle3lab.draft.vocabulary import DraftVocabulary
 from eagle3lab.verifier.facts import VerifierFacts
@@ -122,4 +123,4 @@ def make_batch() -> Callable[..., dict[str, Tensor]]:
 
 @pytest.fixture(scope="session")
 def recorder() -> LossRecorder:
-    return LossRecorder(loss_function(LossKind.kl, "eager"))
+    return LossRecorder(token_loss(LossConfig()))

@@ -150,7 +150,7 @@ def test_raw_reading_gives_what_lies_in_the_file(tmp_path: Path) -> None:
 
 def test_the_dataset_reads_it_like_any_store(tmp_path: Path) -> None:
     states = write_wide(tmp_path / "fp8", "float8_e4m3")
-    dataset = Eagle3SampleFileDataset(tmp_path / "fp8", aux_layer_ids=[2, 27], copy=False)
+    dataset = Eagle3SampleFileDataset(tmp_path / "fp8", aux_layer_ids=[2, 27])
     for i, wanted in enumerate(states):
         item = dataset[i]
         assert item["hidden_states"].dtype == torch.bfloat16

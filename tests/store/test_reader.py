@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import eagle3lab.store.reader as reader_module
 from eagle3lab.config.errors import IntegrityError, UserError
 from eagle3lab.store.reader import StoreReader
 
@@ -249,7 +250,10 @@ def test_an_open_reader_works_in_a_child_process(store: Path, method: str) -> No
     child.join()
 
 
-def test_many_shards_are_read_with_few_open_handles(tmp_path: Path, fake: SimpleNamespace) -> None:
+def test_many_shards_are_read_without_open_files_and_with_few_mappings(
+    tmp_path: Path, fake: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "_MAPPED_SHARDS", 8)
     rows = fake.rows(40)
     fake.write(tmp_path, rows, fake.manifest(), shard_tokens=1)
     reader = StoreReader(tmp_path)
@@ -257,6 +261,8 @@ def test_many_shards_are_read_with_few_open_handles(tmp_path: Path, fake: Simple
     for i in [*range(40), *range(39, -1, -1), 0, 39, 0]:
         assert reader.read(i)["input_ids"].tolist() == list(rows[i].input_ids)
     assert len(reader._shards) <= 8
+    assert Path("/proc/self/maps").read_text().count(str(tmp_path)) <= 8
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(tmp_path) in str(fd.resolve())]
 
 
 def edit_shard(path: Path, edit: Callable[[dict], Any]) -> None:

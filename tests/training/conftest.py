@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from eagle3lab.config.schema import TrainerConfig
 from eagle3lab.store.reader import StoreReader
+from eagle3lab.training import module as training_module
 from eagle3lab.training.trainer import fit
 
 
@@ -58,3 +60,17 @@ def train_run(tiny: ModuleType) -> Any:
         return module, summary
 
     return run
+
+
+@pytest.fixture
+def gradients(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
+    """Every update's gradients before clipping, in order, from the module's own call."""
+    seen: list[dict[str, Tensor]] = []
+    original = training_module.Eagle3Module._step
+
+    def step(self: Any) -> Tensor:
+        seen.append({n: p.grad.clone() for n, p in self.draft.named_parameters() if p.grad is not None})
+        return original(self)
+
+    monkeypatch.setattr(training_module.Eagle3Module, "_step", step)
+    return seen

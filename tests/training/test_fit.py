@@ -187,6 +187,27 @@ def test_torchrun_with_another_number_of_processes_is_an_error(
     assert num_replicas(tiny.hardware(2)) == 2
 
 
+@pytest.mark.parametrize(
+    ("variables", "fix"),
+    [
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, "hardware.num_nodes=2"),
+        ({"SLURM_NTASKS_PER_NODE": "8", "SLURM_NTASKS": "16"}, "hardware.num_devices=8"),
+        ({"SLURM_NTASKS": "6"}, "hardware.num_nodes=3"),
+        ({"SLURM_NTASKS": "1"}, "2 processes on every node"),
+    ],
+)
+def test_a_launcher_with_another_number_of_processes_is_an_error(
+    tiny: ModuleType, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], fix: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(fix)):
+        num_replicas(tiny.hardware(2))
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    if "WORLD_SIZE" not in variables:
+        assert num_replicas(tiny.hardware(2)) == 2  # a shell inside a job starts ranks itself
+
+
 def test_short_numbers_and_times() -> None:
     assert [short(n) for n in (7, 999, 1234567, 25300, 999600)] == ["7", "999", "1.23M", "25.3k", "1000k"]
     assert clock_text(3725) == "1:02:05"

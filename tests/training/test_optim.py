@@ -8,7 +8,7 @@ from torch import nn
 
 from eagle3lab.config.errors import UserError
 from eagle3lab.config.schema import OptimConfig, Schedule
-from eagle3lab.training.optim import LearningRate, build_learning_rate, build_optimizer
+from eagle3lab.training.optim import LearningRate, build_learning_rate, build_optimizers
 from eagle3lab.training.run_plan import RunPlan
 
 # linear, lr 1e-3, 4 warm-up updates, 10 in all
@@ -62,7 +62,7 @@ def test_a_single_update_at_rate_zero_is_refused() -> None:
 def test_frozen_parameters_are_not_optimised_and_norms_are_not_decayed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     model[2].weight.requires_grad_(False)
-    optimizer = build_optimizer(model.named_parameters(), OptimConfig(weight_decay=0.1))
+    (optimizer,) = build_optimizers(model.named_parameters(), OptimConfig(weight_decay=0.1))
     held = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert id(model[2].weight) not in held
     assert held[id(model[0].weight)] == 0.1
@@ -71,7 +71,7 @@ def test_frozen_parameters_are_not_optimised_and_norms_are_not_decayed() -> None
 
 def test_masters_below_fp32_are_refused() -> None:
     with pytest.raises(ValueError, match="fp32 masters"):
-        build_optimizer(nn.Linear(2, 2).to(torch.bfloat16).named_parameters(), OptimConfig())
+        build_optimizers(nn.Linear(2, 2).to(torch.bfloat16).named_parameters(), OptimConfig())
 
 
 def test_only_the_trainable_part_of_a_draft_is_optimised(tiny: ModuleType, store: object) -> None:
@@ -85,5 +85,6 @@ def test_only_the_trainable_part_of_a_draft_is_optimised(tiny: ModuleType, store
         "verifier_lm_head.weight",
         "verifier_norm.weight",
     }
-    held = {id(p) for group in module.configure_optimizers().param_groups for p in group["params"]}
+    (optimizer,) = module.configure_optimizers()
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for n, p in module.draft.named_parameters() if n in names}

@@ -16,7 +16,8 @@ from eagle3lab.config.errors import IntegrityError, UserError
 from eagle3lab.config.schema import Schedule, TrainerConfig
 from eagle3lab.draft.vocabulary import DraftVocabulary
 from eagle3lab.store.reader import StoreReader
-from eagle3lab.training.checkpoint_state import load_weights, read_position
+from eagle3lab.training.checkpoint_files import read_position
+from eagle3lab.training.checkpoint_state import load_weights
 
 NOISE = 0.05
 
@@ -187,7 +188,7 @@ def test_other_data_order_or_update_size_is_refused(
 
 def test_a_checkpoint_is_plain_data_without_the_verifiers_tensors(tiny: ModuleType, whole: Any) -> None:
     path = whole[0] / "checkpoints"
-    assert sorted(p.name for p in path.iterdir()) == ["best.ckpt", "last.ckpt"]
+    assert sorted(p.name for p in path.iterdir()) == ["best.ckpt", "last.ckpt", "previous.ckpt"]
     checkpoint = torch.load(path / "last.ckpt", weights_only=True)
     names = set(checkpoint["state_dict"])
     assert {"draft.t2d", "draft.d2t", "draft.fc.weight"} <= names

@@ -17,20 +17,6 @@ from eagle3lab.training import module as training_module
 from eagle3lab.training.noise_seed import pack_seed
 
 
-@pytest.fixture
-def gradients(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
-    """Every update's gradients before clipping, in order, from the module's own call."""
-    seen: list[dict[str, Tensor]] = []
-    original = training_module.Eagle3Module._step
-
-    def step(self: Any, optimizer: Any) -> Tensor:
-        seen.append({n: p.grad.clone() for n, p in self.draft.named_parameters() if p.grad is not None})
-        return original(self, optimizer)
-
-    monkeypatch.setattr(training_module.Eagle3Module, "_step", step)
-    return seen
-
-
 def full_pack_store(tiny: ModuleType, path: Path) -> StoreReader:
     """One row that fills one pack; its first positions are not supervised, as in every real row."""
     return tiny.write_store(path, [tiny.make_row(tiny.SEQ_LEN + 1, "train", 1, supervised_from=9)])
@@ -47,7 +33,7 @@ def test_loss_and_gradients_of_a_full_pack_are_speculators_own(
 
     store = full_pack_store(tiny, tmp_path / "store")
     train = TrainerConfig(seq_len=tiny.SEQ_LEN, log_every_updates=1)
-    _, summary = train_run(store, tmp_path / "run", train, step_decay=0.8)
+    _, summary = train_run(store, tmp_path / "run", train)
 
     reference, data = tiny.build(store, train)
     batch = create_collate_fn(tiny.SEQ_LEN)([data.train_data[0]])

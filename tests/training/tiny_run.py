@@ -14,15 +14,19 @@ from eagle3lab.config.schema import (
     Attention,
     DraftConfig,
     HardwareConfig,
-    LossKind,
+    LossConfig,
     NoiseConfig,
     NoiseKind,
     OptimConfig,
     Schedule,
+    Strategy,
     TrainerConfig,
+    TrainingStep,
 )
 from eagle3lab.data.noise import build_noise
-from eagle3lab.draft.speculators_model import build_draft, loss_function
+from eagle3lab.draft.losses import token_loss
+from eagle3lab.draft.pruned.heads import loss_and_gradient
+from eagle3lab.draft.speculators_model import build_draft
 from eagle3lab.draft.ttt import LossRecorder
 from eagle3lab.draft.vocabulary import DraftVocabulary
 from eagle3lab.rows.rows import Row
@@ -87,7 +91,7 @@ def default_rows(num_train: int = 12, num_validation: int = 3) -> list[Row]:
     return [make_row(rng.randrange(9, 30), split, i) for i, split in enumerate(splits)]
 
 
-def write_store(path: Path, rows: list[Row]) -> StoreReader:
+def write_store(path: Path, rows: list[Row], dtype: str = "float32") -> StoreReader:
     identity = VerifierIdentity("LlamaForCausalLM", "0" * 64, "1" * 64, HIDDEN, 8, VOCAB, "tiny")
     manifest = Manifest(
         verifier=identity,
@@ -95,7 +99,7 @@ def write_store(path: Path, rows: list[Row]) -> StoreReader:
         template_hash="t",
         template_args_hash="t",
         layer_ids=AUX_IDS,
-        dtype="float32",
+        dtype=dtype,
         engine={"name": "test"},
     )
     g = torch.Generator().manual_seed(11)
@@ -107,14 +111,22 @@ def write_store(path: Path, rows: list[Row]) -> StoreReader:
                 aux = torch.randn(length, len(AUX_IDS) * HIDDEN, generator=g)
                 last = torch.randn(length, HIDDEN, generator=g) * 3
                 states.append((row, aux, last, torch.tensor(row.input_ids)))
+            if dtype != "float32":  # the writer takes what a verifier gives
+                states = [(row, aux.bfloat16(), last.bfloat16(), ids) for row, aux, last, ids in states]
             writer.write_shard(number, states)
         writer.finish()
     return StoreReader(path)
 
 
-def hardware(devices: int = 1) -> HardwareConfig:
+def hardware(devices: int = 1, strategy: Strategy = Strategy.auto, nodes: int = 1) -> HardwareConfig:
     return HardwareConfig(
-        name="test", accelerator=Accelerator.cpu, num_devices=devices, attention=Attention.sdpa, num_threads=1
+        name="test",
+        accelerator=Accelerator.cpu,
+        num_devices=devices,
+        num_nodes=nodes,
+        strategy=strategy,
+        attention=Attention.sdpa,
+        num_threads=1,
     )
 
 
@@ -127,15 +139,20 @@ def build(
     train: TrainerConfig,
     *,
     devices: int = 1,
+    nodes: int = 1,
     noise: float = 0.0,
     threads: int = 0,
     optim: OptimConfig | None = None,
     scale: float = 4.0,
-    step_decay: float = 0.8,
+    loss: LossConfig | None = None,
+    step: TrainingStep = TrainingStep.reference,
 ) -> tuple[Eagle3Module, Eagle3DataModule]:
     """A fresh module and data module: the same draft every time."""
-    replicas = num_replicas(hardware(devices))
-    data = Eagle3DataModule(store, seq_len=train.seq_len, seed=train.seed, num_threads=threads)
+    replicas = num_replicas(hardware(devices, nodes=nodes))
+    loss = loss or LossConfig(step_decay=0.8)
+    data = Eagle3DataModule(
+        store, seq_len=train.seq_len, seed=train.seed, num_threads=threads, supervision=loss.supervision
+    )
     plan = data.plan(train, num_replicas=replicas, micro_batches=micro_batches_per_update(train, replicas))
     edge = edge_weights()
     draft = build_draft(
@@ -157,8 +174,10 @@ def build(
         plan,
         supervised_counts=data.supervised_counts(),
         ttt_steps=TTT_STEPS,
-        recorder=LossRecorder(loss_function(LossKind.kl, "eager")),
-        step_decay=step_decay,
+        recorder=LossRecorder(token_loss(loss)),
+        pruned_loss=loss_and_gradient(loss, compiled=False) if step is TrainingStep.pruned else None,
+        step_decay=loss.step_decay,
+        normalisation=loss.normalisation,
         optim=optim or OptimConfig(lr=1e-2, schedule=Schedule.constant),
         vocabulary=VOCABULARY,
         edge=edge,

@@ -1,0 +1,38 @@
+"""Checks of the optimizer's settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from .bounds import below_one, positive, within
+from .errors import Problem
+from .schema import OptimConfig, OptimKind
+
+
+def check_optim(optim: OptimConfig) -> Iterator[Problem]:
+    yield from within("optim.lr", optim.lr, 0, 1, open_low=True)
+    yield from within("optim.lr_min_share", optim.lr_min_share, 0, 1)
+    yield from within("optim.weight_decay", optim.weight_decay, 0, 1)
+    yield from within("optim.muon_lr", optim.muon_lr, 0, 1, open_low=True)
+    yield from below_one("optim.muon_momentum", optim.muon_momentum, 0.95)
+    yield from below_one("optim.ema_decay", optim.ema_decay, 0.999)
+    if optim.muon_lr is not None and optim.kind is not OptimKind.muon:
+        yield Problem(
+            f"optim.muon_lr is set but optim.kind is {optim.kind.value}",
+            optim.muon_lr,
+            "null",
+            "optim.muon_lr=null",
+        )
+    yield from within("optim.grad_clip_norm", optim.grad_clip_norm, 0, math.inf, open_low=True)
+    if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
+        yield Problem("optim.betas", optim.betas, "two numbers in [0, 1)", "optim.betas=[0.9,0.95]")
+    yield from positive("optim.lr_warmup_updates", optim.lr_warmup_updates, least=0)
+    yield from positive("optim.lr_warmup_tokens", optim.lr_warmup_tokens, least=0)
+    if optim.lr_warmup_updates and optim.lr_warmup_tokens:
+        yield Problem(
+            "optim.lr_warmup_updates and optim.lr_warmup_tokens are both set",
+            f"{optim.lr_warmup_updates} and {optim.lr_warmup_tokens}",
+            "one of them",
+            "optim.lr_warmup_updates=null",
+        )
