@@ -46,11 +46,13 @@ class Engine(Protocol):
     """One loaded verifier.
 
     `pads` says that `capture` fills its rows up to the longest, so that a batch should hold rows of like
-    length; an engine that does not pad is given a whole shard at once.
+    length; an engine that does not pad schedules by itself and is given many rows at once.
+    `concurrency` is how many calls of `capture`, from as many threads, keep it busy all the time.
     """
 
     name: str
     pads: bool
+    concurrency: int
 
     def versions(self) -> dict[str, str]:
         """What ran the verifier: library versions, dtype, attention kernel. Goes into the manifest."""
@@ -98,15 +100,24 @@ def check_states(states: States, row: Sequence[int], num_aux: int, hidden_size: 
         if tuple(tensor.shape) != (num_tokens, width):
             raise _broken(f"the engine returned {name} states of another shape", tuple(tensor.shape),
                           f"({num_tokens}, {width}): {width // hidden_size} layers")  # fmt: skip
-        if not torch.isfinite(tensor).all():
-            count = int((~torch.isfinite(tensor)).sum())
+        _check_values(name, tensor.reshape(num_tokens, -1, hidden_size))
+
+
+def _check_values(name: str, states: Tensor) -> None:
+    """Raise IntegrityError for NaN, Inf or states that are zero throughout.
+
+    states: [T, slots, hidden]. One norm per vector decides, at the speed of memory; only a suspicious one is
+    looked at in full.
+    """
+    norms = torch.linalg.vector_norm(states, dim=-1)
+    if not torch.isfinite(norms).all():
+        count = int((~torch.isfinite(states)).sum())
+        if count:
             raise _broken(
                 f"the engine returned {name} states with NaN or Inf", f"{count} elements", "finite values"
             )
-        if not tensor.any():
-            raise _broken(
-                f"the engine returned {name} states that are all zero", None, "the verifier's states"
-            )
+    if not norms.any() and not states.any():
+        raise _broken(f"the engine returned {name} states that are all zero", None, "the verifier's states")
 
 
 def _broken(what: str, value: object, expected: str) -> IntegrityError:

@@ -23,6 +23,7 @@ class HuggingFaceEngine:
 
     name = "hf"
     pads = True
+    concurrency = 1
 
     def __init__(
         self,

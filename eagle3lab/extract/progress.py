@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from threading import Lock
 from types import TracebackType
 
 from rich.console import Console
@@ -22,6 +23,7 @@ class CaptureProgress:
         self._interval = interval_seconds
         self._done = 0
         self._start = self._said = time.perf_counter()
+        self._lock = Lock()
         self._bar: Progress | None = None
         if console.is_terminal:
             self._bar = Progress(
@@ -49,7 +51,11 @@ class CaptureProgress:
             self._bar.stop()
 
     def advance(self, num_tokens: int) -> None:
-        """Count a finished batch."""
+        """Count a finished batch; from any thread."""
+        with self._lock:
+            self._advance(num_tokens)
+
+    def _advance(self, num_tokens: int) -> None:
         self._done += num_tokens
         now = time.perf_counter()
         rate = self._done / max(now - self._start, 1e-9)

@@ -52,8 +52,7 @@ class ExtractReport:
         return (
             f"store {self.store} is complete: {size}\n"
             f"captured {self.num_captured_tokens:,} tokens in {spent:,.1f} s "
-            f"({self.tokens_per_second:,.0f} tok/s; {self.seconds['capture'] / spent:.0%} verifier, "
-            f"{self.seconds['write'] / spent:.0%} writing); rows {self.seconds['rows']:.1f} s, "
+            f"({self.tokens_per_second:,.0f} tok/s; {self.seconds['write'] / spent:.0%} of it waiting for the disk); rows {self.seconds['rows']:.1f} s, "
             f"load {self.seconds['load']:.1f} s, self-test {self.seconds['self_test']:.1f} s"
         )
 

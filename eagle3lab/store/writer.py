@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Generic
 
@@ -86,6 +87,7 @@ class StoreWriter(Generic[RowT]):
         self._rows = rows
         self._entries: dict[int, ShardEntry] = {}
         self._claim: ExitStack | None = None
+        self._index_lock = Lock()
         self.shards = plan_shards(rows, shard_tokens)
         shards_of_part(len(self.shards), manifest.part, manifest.num_parts)
 
@@ -125,7 +127,7 @@ class StoreWriter(Generic[RowT]):
         states: (row, aux [T, n_aux * hidden], last [T, hidden], token_ids [T]) for exactly the planned
         rows in their order; CPU tensors of `DTYPES[manifest.dtype]` (bfloat16 for fp8). Raises IntegrityError
         when the token ids are not the row's or states are short, non-finite, all zero or of another dtype;
-        UserError when the disk is full. Nothing is indexed then.
+        UserError when the disk is full. Nothing is indexed then. Several shards may be written at once.
         """
         assert self._claim is not None, "StoreWriter is used outside its `with` block"
         if [row.row_id for row, *_ in states] != [row.row_id for row in self.shards[number]]:
@@ -152,8 +154,9 @@ class StoreWriter(Generic[RowT]):
         tensors = {key: torch.cat(values).contiguous() for key, values in parts.items()}
         digest = write_shard(self.path / name, self.manifest, number, encode(tensors, self.manifest))
         entry = ShardEntry(name, digest, offset, tuple(rows))
-        append_entry(self.path, entry)
-        self._entries[number] = entry
+        with self._index_lock:
+            append_entry(self.path, entry)
+            self._entries[number] = entry
 
     def finish(self) -> Manifest:
         """Write the token counts and the complete manifest; returns the manifest.
