@@ -183,15 +183,14 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
         aux_layer_ids=aux_layer_ids,
         num_threads=hardware.num_loader_threads,
     )
-    vocabulary = DraftVocabulary.from_counts(
-        store.token_counts(), plan.size.vocab_size, always_keep=facts.eos_token_ids
-    )
+    counts = store.token_counts()
+    vocabulary = DraftVocabulary.from_counts(counts, plan.size.vocab_size, always_keep=facts.eos_token_ids)
     updates = data.plan(cfg.train, num_replicas=replicas, micro_batches=micro_batches)
 
     run_dir = Path(str(cfg.run_dir))
     provenance = begin_run(cfg, invocation, run_dir, store.manifest) if is_rank_zero() else {}
     say = print if is_rank_zero() else (lambda *_: None)
-    say(start_lines(cfg, plan, updates, run_dir, vocabulary.coverage(store.token_counts())))
+    say(start_lines(cfg, plan, updates, run_dir, vocabulary.coverage(counts)))
     if cfg.train.self_test and is_rank_zero() and not cfg.resume:
         report = self_test_store(
             store,
