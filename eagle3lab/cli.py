@@ -106,7 +106,8 @@ def run_extract(cfg: ExtractRoot, invocation: Invocation) -> None:
         dtype=cfg.extract.dtype,
     )
     if cfg.plan:
-        print(describe_extraction(plan, hardware, invocation.groups()))
+        answers = cfg.data.sampling if cfg.data.regenerate else None
+        print(describe_extraction(plan, hardware, invocation.groups(), answers))
     require_fit(plan, hardware)
     if cfg.plan:
         return

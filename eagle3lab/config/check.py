@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .check_sampling import check_sampling
 from .errors import Problem
 from .schema import (
     Accelerator,
@@ -128,6 +129,7 @@ def _data(data: DataConfig) -> Iterator[Problem]:
     yield from _positive("data.max_conversations", data.max_conversations)
     yield from _positive("data.max_tokens", data.max_tokens)
     yield from _positive("data.max_len", data.max_len, least=4)
+    yield from check_sampling(data)
     if not 0 <= data.validation_share < 1:
         yield Problem(
             "data.validation_share", data.validation_share, "a number in [0, 1)", "data.validation_share=0.05"

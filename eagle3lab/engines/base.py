@@ -25,6 +25,24 @@ class States:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. `temperature` 0 takes the likeliest; `top_k` 0 and `top_p` 1 cut nothing off."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the verifier generated for one prompt."""
+
+    token_ids: tuple[int, ...]  # the stop token included
+    ended: bool  # by a stop token, and not because the tokens it was allowed were spent
+
+
+@dataclass(frozen=True)
 class Recording:
     """What the hooks saw of one row; all on the CPU in the compute dtype."""
 
@@ -64,6 +82,37 @@ class Engine(Protocol):
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
         """Greedy continuation; ends after an end-of-sequence id, which is included."""
+        ...
+
+    def close(self) -> None:
+        """Free the verifier's memory."""
+        ...
+
+
+class Answerer(Protocol):
+    """One loaded verifier that answers prompts.
+
+    `answers_at_once` is how many prompts it should be given together, so that it is never idle.
+    """
+
+    name: str
+    answers_at_once: int
+
+    def versions(self) -> dict[str, str]:
+        """As of `Engine`."""
+        ...
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        max_new_tokens: Sequence[int],
+    ) -> list[Answer]:
+        """One answer per prompt, drawn with the prompt's own seed and at most its own `max_new_tokens` long.
+
+        Raises ValueError for an empty prompt and for one that has no room for what it may be answered.
+        """
         ...
 
     def close(self) -> None:

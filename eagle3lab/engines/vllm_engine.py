@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from eagle3lab.config.errors import IntegrityError, Problem
-from eagle3lab.engines.base import Recording, States, check_states
+from eagle3lab.engines.base import Answer, Recording, Sampling, States, check_states
 from eagle3lab.engines.vllm_files import Scratch, drop_file, take_file, to_states
 from eagle3lab.engines.vllm_settings import VllmSettings
 from eagle3lab.engines.vllm_worker import POST_NORM, PRE_NORM, TOKEN_IDS, layer_key
@@ -33,6 +33,13 @@ class EngineRunner(Protocol):
     def versions(self) -> dict[str, str]: ...
     def ask(self, rows: Sequence[Sequence[int]]) -> list[str]: ...
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[list[int], str | None]: ...
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        max_new_tokens: Sequence[int],
+    ) -> list[Answer]: ...
     def record(self, row: Sequence[int], layer_ids: Sequence[int], path: str) -> list[str]: ...
     def close(self) -> None: ...
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3lab.config.errors import IntegrityError, Problem
+from eagle3lab.store.answers import answers_files
 from eagle3lab.store.checks import check_states, check_tokens, slot_names
 from eagle3lab.store.claim import claimed, remove_leftovers
 from eagle3lab.store.files import sha256_of, write_atomically
@@ -173,7 +174,8 @@ class StoreWriter(Generic[RowT]):
             write_index(self.path, [self._entries[number] for number in sorted(order)])
         counts = count_supervised_tokens(self._rows, self.manifest.verifier.vocab_size)
         write_atomically(self.path / TOKEN_COUNTS_FILE, lambda path: save_file({TOKEN_COUNTS: counts}, path))
-        checksums = {name: sha256_of(self.path / name) for name in (INDEX_FILE, TOKEN_COUNTS_FILE)}
+        names = [INDEX_FILE, TOKEN_COUNTS_FILE, *answers_files(self.manifest.row_settings)]
+        checksums = {name: sha256_of(self.path / name) for name in names}
         self.manifest = replace(self.manifest, complete=True, checksums=checksums)
         write_manifest(self.path, self.manifest)
         return self.manifest
