@@ -6,6 +6,7 @@ other threads: a store should cost what its forward passes cost.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -27,8 +28,10 @@ from eagle3lab.store.writer import StoreWriter
 # what a backend raises when it cannot answer: its own errors, a full device, a broken pipe, a time-out
 ENGINE_ERRORS = (RuntimeError, OSError)
 MAX_LOST_SHARDS = 3  # one after the other without one answer: the engine is broken, not the rows
-REQUEST_BYTES = 2 * 2**30  # of states in one request to an engine that schedules by itself
-WRITE_THREADS = 4
+REQUEST_BYTES = 4 * 2**30  # of states in one request to an engine that schedules by itself, at most
+MEMORY_SHARE = 1 / 32  # of the machine's memory, for the same; about three requests are in memory at a time
+TAIL_SHARE = 1 / 3  # of what is left to capture: the last requests are small, and little is left to write
+WRITE_THREADS = 8
 
 
 @dataclass
@@ -54,8 +57,8 @@ def capture_shards(
 ) -> None:
     """Capture and write every pending shard; what was lost is in `report.lost`, and its shard not written.
 
-    `report.seconds` gets "capture", waiting for the engine, and "write", waiting for the disk while the
-    engine had nothing to do. At most `engine.concurrency` requests and the one before them are in memory.
+    `report.seconds` gets "capture", waiting for the engine, and "write", waiting for the disk. Beside the
+    `engine.concurrency` requests that are asked, the shards of one more may be waiting to be written.
 
     Raises EngineDied when the engine is gone; what was captured until then is kept.
     """
@@ -65,15 +68,15 @@ def capture_shards(
 
     requests = iter(_requests(engine, writer, store_dtype))
     asked: deque[Future[list[ShardStates]]] = deque()
-    writing: list[Future[None]] = []
+    writing: deque[Future[None]] = deque()
     lost_shards = 0
-    with _threads(engine.concurrency) as captures, _threads(WRITE_THREADS) as writes:
+    with _cheap_threads(engine), _threads(engine.concurrency) as captures, _threads(WRITE_THREADS) as writes:
         asked.extend(captures.submit(capture, request) for request in islice(requests, engine.concurrency))
         while asked and lost_shards < MAX_LOST_SHARDS:
             with timed(report.seconds, "capture"):
                 shards = asked.popleft().result()
             with timed(report.seconds, "write"):
-                _wait(writing)
+                _wait(writing, leave=len(shards))
             asked.extend(captures.submit(capture, request) for request in islice(requests, 1))
             for shard in shards:
                 _count(report, shard)
@@ -92,22 +95,28 @@ def _requests(
 ) -> list[list[tuple[int, list[Row]]]]:
     """The pending shards, by number, in the groups in which the engine is asked for them.
 
-    An engine that is given batches gets one shard at a time; one that schedules by itself gets as many as
-    `REQUEST_BYTES` hold, because it idles between two requests.
+    An engine that is given batches gets one shard at a time; one that schedules by itself gets many, because
+    it idles between two requests.
     """
     manifest = writer.manifest
     bytes_per_token = (len(manifest.layer_ids) + 1) * manifest.verifier.hidden_size * store_dtype.itemsize
-    budget = 0 if engine.pads else REQUEST_BYTES // bytes_per_token
+    largest = min(REQUEST_BYTES, int(_memory_bytes() * MEMORY_SHARE)) // bytes_per_token
+    pending = [(number, rows, sum(len(row.input_ids) for row in rows)) for number, rows in writer.pending()]
+    left = sum(num_tokens for *_, num_tokens in pending)
     requests: list[list[tuple[int, list[Row]]]] = []
-    filled = 0
-    for number, rows in writer.pending():
-        num_tokens = sum(len(row.input_ids) for row in rows)
+    filled = budget = 0
+    for number, rows, num_tokens in pending:
         if not requests or filled + num_tokens > budget:
             requests.append([])
-            filled = 0
+            filled, budget = 0, 0 if engine.pads else min(largest, int(left * TAIL_SHARE))
         requests[-1].append((number, rows))
         filled += num_tokens
+        left -= num_tokens
     return requests
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _capture(
@@ -198,10 +207,23 @@ def _keep(writer: StoreWriter[Row], shard: ShardStates) -> None:
     save_partial(writer.path, shard.number, rows)
 
 
-def _wait(writing: list[Future[None]]) -> None:
-    """Wait for every write; raises the first error."""
-    while writing:
-        writing.pop(0).result()
+def _wait(writing: deque[Future[None]], leave: int = 0) -> None:
+    """Wait until no more than `leave` writes are unfinished; raises the first error."""
+    while writing and (len(writing) > leave or writing[0].done()):
+        writing.popleft().result()
+
+
+@contextmanager
+def _cheap_threads(engine: Engine) -> Iterator[None]:
+    """One processor thread per torch operation where the engine computes elsewhere: the operations of the
+    readers and writers are small, and there are many of them at a time."""
+    before = torch.get_num_threads()
+    if not engine.pads:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

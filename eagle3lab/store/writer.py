@@ -138,7 +138,7 @@ class StoreWriter(Generic[RowT]):
         if number not in self._own():
             raise ValueError(f"shard {number} belongs to another part")
         rows: list[RowEntry] = []
-        parts: dict[str, list[Tensor]] = {INPUT_IDS: [], LOSS_MASK: [], AUX: [], LAST: []}
+        pieces: dict[str, list[Tensor]] = {}
         offset = 0
         for row, aux, last, token_ids in states:
             ids = torch.tensor(row.input_ids, dtype=torch.int64)
@@ -149,11 +149,11 @@ class StoreWriter(Generic[RowT]):
                 RowEntry(row.row_id, row.conversation_id, row.split, row.source, offset, len(ids), supervised)
             )
             offset += len(ids)
-            for name, tensor in ((INPUT_IDS, ids), (LOSS_MASK, mask), (AUX, aux), (LAST, last)):
-                parts[name].append(tensor)
+            tensors = encode({INPUT_IDS: ids, LOSS_MASK: mask, AUX: aux, LAST: last}, self.manifest)
+            for name, tensor in tensors.items():
+                pieces.setdefault(name, []).append(tensor)
         name = shard_file(number)
-        tensors = {key: torch.cat(values).contiguous() for key, values in parts.items()}
-        digest = write_shard(self.path / name, self.manifest, number, encode(tensors, self.manifest))
+        digest = write_shard(self.path / name, self.manifest, number, pieces)
         entry = ShardEntry(name, digest, offset, tuple(rows))
         with self._index_lock:
             append_entry(self.path, entry)
