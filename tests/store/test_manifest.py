@@ -50,7 +50,9 @@ def test_verifier_facts_without_a_fingerprint_compare_what_they_have(fake: Simpl
     )
     check_identity(fake.manifest(), facts, fake.LAYERS)
     facts.hidden_size = 16
-    with pytest.raises(UserError, match=r"differ in hidden_size: \{'hidden_size': 8\}; expected \{'hidden_size': 16\}"):
+    with pytest.raises(
+        UserError, match=r"differ in hidden_size: \{'hidden_size': 8\}; expected \{'hidden_size': 16\}"
+    ):
         check_identity(fake.manifest(), facts, fake.LAYERS)
 
 
