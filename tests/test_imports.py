@@ -83,7 +83,7 @@ def test_the_command_line_imports_nothing_heavy_before_it_must() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_a_file_is_short_enough_to_read(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
-    allowed = {"config/schema.py": 400}  # every key of the configuration, on one page
+    allowed = {"config/schema.py": 450}  # every key of the configuration, on one page
     assert len(lines) <= allowed.get(str(path.relative_to(PACKAGE)), 300)
     assert all(line.isascii() for line in lines), "ASCII only"
 

@@ -125,6 +125,8 @@ def _verify(arguments: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.progress import track
 
+    from eagle3lab.store.answers import answers_files
+    from eagle3lab.store.answers_check import check_answers
     from eagle3lab.store.reader import StoreReader
 
     reader = StoreReader(arguments.store, verify="full")
@@ -139,6 +141,8 @@ def _verify(arguments: argparse.Namespace) -> None:
         reader.read(i)
     print(f"{len(reader):,} rows: ids and masks are those of their row ids, states finite and nowhere zero")
     _check_counts(reader)
+    if answers_files(manifest.row_settings):
+        print(f"answers: {check_answers(reader)}")
     if arguments.model_path is None:
         print("alignment: not tested; give --model-path DIRECTORY of the verifier")
         return

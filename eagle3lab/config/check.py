@@ -11,6 +11,7 @@ from .bounds import positive as _positive
 from .bounds import within as _within
 from .check_loss import check_loss
 from .check_optim import check_optim
+from .check_sampling import check_sampling
 from .errors import Problem
 from .schema import (
     Accelerator,
@@ -113,6 +114,7 @@ def _data(data: DataConfig) -> Iterator[Problem]:
     yield from _positive("data.max_conversations", data.max_conversations)
     yield from _positive("data.max_tokens", data.max_tokens)
     yield from _positive("data.max_len", data.max_len, least=4)
+    yield from check_sampling(data)
     if not 0 <= data.validation_share < 1:
         yield Problem(
             "data.validation_share", data.validation_share, "a number in [0, 1)", "data.validation_share=0.05"

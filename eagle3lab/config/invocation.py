@@ -93,7 +93,7 @@ def absolute_data(data: DataConfig, invocation: Invocation) -> DataConfig:
 
 def default_store(model: ModelConfig, data: DataConfig, invocation: Invocation) -> Path:
     """Where `extract.py` writes and `train.py` looks when `store` is not given."""
-    return invocation.path(names.store_name(model.name, data.name))
+    return invocation.path(names.store_name(model.name, data.name, regenerated=data.regenerate))
 
 
 def named(cfg: TrainRoot, invocation: Invocation) -> TrainRoot:

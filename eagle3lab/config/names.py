@@ -67,6 +67,7 @@ def safe_name(text: str) -> str:
     return f"{clean[: MAX_LENGTH - 9]}-{digest}"
 
 
-def store_name(cfg_model_name: str, cfg_data_name: str) -> str:
-    """Default store of a verifier and a data option."""
-    return f"stores/{safe_name(cfg_model_name)}-{safe_name(cfg_data_name)}"
+def store_name(cfg_model_name: str, cfg_data_name: str, *, regenerated: bool = False) -> str:
+    """Default store of a verifier and a data option; one with the verifier's own answers is another."""
+    name = f"stores/{safe_name(cfg_model_name)}-{safe_name(cfg_data_name)}"
+    return f"{name}-regenerated" if regenerated else name

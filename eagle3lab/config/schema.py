@@ -166,6 +166,17 @@ class ModelConfig:
 
 
 @dataclass
+class SamplingConfig:
+    """How the verifier answers by itself (`data.regenerate`)."""
+
+    temperature: float = 0.7  # 0: the likeliest token
+    top_p: float = 0.95
+    top_k: int = 0  # 0: off
+    max_new_tokens: int = 512  # of one answer
+    seed: int = 0
+
+
+@dataclass
 class DataConfig:
     """Where conversations come from and which of them become rows."""
 
@@ -183,6 +194,8 @@ class DataConfig:
     drop_duplicates: bool = False  # keep the first of conversations with equal content; counted either way
     skip_malformed: bool = False
     strict: bool = False  # the first dropped conversation ends the run
+    regenerate: bool = False  # the verifier answers the user turns itself; answers in the data are left out
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
 
 @dataclass

@@ -80,7 +80,7 @@ def _capabilities() -> str:
     """What capturing hidden states is built on, whatever the version says."""
     import torch
 
-    from eagle3lab.engines.vllm import require_vllm
+    from eagle3lab.engines.vllm_capabilities import require_vllm
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     require_vllm(device)

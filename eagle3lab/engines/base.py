@@ -25,6 +25,24 @@ class States:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. `temperature` 0 takes the likeliest; `top_k` 0 and `top_p` 1 cut nothing off."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the verifier generated for one prompt."""
+
+    token_ids: tuple[int, ...]  # the stop token included
+    ended: bool  # by a stop token, and not because the tokens it was allowed were spent
+
+
+@dataclass(frozen=True)
 class Recording:
     """What the hooks saw of one row; all on the CPU in the compute dtype."""
 
@@ -46,11 +64,13 @@ class Engine(Protocol):
     """One loaded verifier.
 
     `pads` says that `capture` fills its rows up to the longest, so that a batch should hold rows of like
-    length; an engine that does not pad is given a whole shard at once.
+    length; an engine that does not pad schedules by itself and is given many rows at once.
+    `concurrency` is how many calls of `capture`, from as many threads, keep it busy all the time.
     """
 
     name: str
     pads: bool
+    concurrency: int
 
     def versions(self) -> dict[str, str]:
         """What ran the verifier: library versions, dtype, attention kernel. Goes into the manifest."""
@@ -62,6 +82,37 @@ class Engine(Protocol):
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
         """Greedy continuation; ends after an end-of-sequence id, which is included."""
+        ...
+
+    def close(self) -> None:
+        """Free the verifier's memory."""
+        ...
+
+
+class Answerer(Protocol):
+    """One loaded verifier that answers prompts.
+
+    `answers_at_once` is how many prompts it should be given together, so that it is never idle.
+    """
+
+    name: str
+    answers_at_once: int
+
+    def versions(self) -> dict[str, str]:
+        """As of `Engine`."""
+        ...
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        max_new_tokens: Sequence[int],
+    ) -> list[Answer]:
+        """One answer per prompt, drawn with the prompt's own seed and at most its own `max_new_tokens` long.
+
+        Raises ValueError for an empty prompt and for one that has no room for what it may be answered.
+        """
         ...
 
     def close(self) -> None:
@@ -98,15 +149,24 @@ def check_states(states: States, row: Sequence[int], num_aux: int, hidden_size: 
         if tuple(tensor.shape) != (num_tokens, width):
             raise _broken(f"the engine returned {name} states of another shape", tuple(tensor.shape),
                           f"({num_tokens}, {width}): {width // hidden_size} layers")  # fmt: skip
-        if not torch.isfinite(tensor).all():
-            count = int((~torch.isfinite(tensor)).sum())
+        _check_values(name, tensor.reshape(num_tokens, -1, hidden_size))
+
+
+def _check_values(name: str, states: Tensor) -> None:
+    """Raise IntegrityError for NaN, Inf or states that are zero throughout.
+
+    states: [T, slots, hidden]. One norm per vector decides, at the speed of memory; only a suspicious one is
+    looked at in full.
+    """
+    norms = torch.linalg.vector_norm(states, dim=-1)
+    if not torch.isfinite(norms).all():
+        count = int((~torch.isfinite(states)).sum())
+        if count:
             raise _broken(
                 f"the engine returned {name} states with NaN or Inf", f"{count} elements", "finite values"
             )
-        if not tensor.any():
-            raise _broken(
-                f"the engine returned {name} states that are all zero", None, "the verifier's states"
-            )
+    if not norms.any() and not states.any():
+        raise _broken(f"the engine returned {name} states that are all zero", None, "the verifier's states")
 
 
 def _broken(what: str, value: object, expected: str) -> IntegrityError:

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from eagle3lab.engines.base import States
+from eagle3lab.engines.base import Answer, Sampling, States
 from eagle3lab.engines.load import find_layers, load_causal_lm
+from eagle3lab.engines.sampling import draw
 from eagle3lab.engines.session import VerifierSession, record_layer_outputs
 from eagle3lab.verifier.facts import VerifierFacts
 
@@ -23,6 +24,8 @@ class HuggingFaceEngine:
 
     name = "hf"
     pads = True
+    concurrency = 1
+    answers_at_once = 8  # they are answered one after the other: this only bounds what a kill can cost
 
     def __init__(
         self,
@@ -99,6 +102,32 @@ class HuggingFaceEngine:
             if tokens[0] in self.facts.eos_token_ids:
                 break
         return generated
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        max_new_tokens: Sequence[int],
+    ) -> list[Answer]:
+        """One answer per prompt; see `Answerer`. A prompt's answer does not depend on those beside it."""
+        requests = list(zip(prompts, seeds, max_new_tokens, strict=True))
+        if any(not prompt or len(prompt) + new > self.facts.max_positions for prompt, _, new in requests):
+            raise ValueError(f"prompts of 1 token at least, with {self.facts.max_positions} positions in all")
+        return [self._answer(prompt, sampling, seed, new) for prompt, seed, new in requests]
+
+    def _answer(self, prompt: Sequence[int], sampling: Sampling, seed: int, max_new_tokens: int) -> Answer:
+        session = self.session(())
+        generator = torch.Generator().manual_seed(seed)
+        generated: list[int] = []
+        tokens = list(prompt)
+        while len(generated) < max_new_tokens:
+            step = session.forward(tokens, num_logits=1, states=False)
+            tokens = [draw(step.logits[-1], sampling, generator)]
+            generated += tokens
+            if tokens[0] in sampling.stop_token_ids:
+                return Answer(tuple(generated), ended=True)
+        return Answer(tuple(generated), ended=False)
 
     def close(self) -> None:
         """Free the verifier's memory."""

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from eagle3lab.config.errors import Problem, UserError
-from eagle3lab.engines.base import EngineDied, EngineError
+from eagle3lab.engines.base import Answer, EngineDied, EngineError, Sampling
 
 CLOSE_SECONDS = 120.0
 GRACE_SECONDS = 60.0  # a replica bounds its own work; the parent waits this much longer for it to say so
@@ -56,6 +56,17 @@ class RemoteRunner:
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[list[int], str | None]:
         return self._call("generate", list(prompt), max_new_tokens, num_tokens=len(prompt) + max_new_tokens)
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        max_new_tokens: Sequence[int],
+    ) -> list[Answer]:
+        num_tokens = sum(map(len, prompts)) + sum(max_new_tokens)
+        requests = [list(prompt) for prompt in prompts], sampling, list(seeds), list(max_new_tokens)
+        return self._call("answer", *requests, num_tokens=num_tokens)
 
     def record(self, row: Sequence[int], layer_ids: Sequence[int], path: str) -> list[str]:
         return self._call("record", list(row), list(layer_ids), path, num_tokens=len(row))

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-
 import torch
 
 from eagle3lab.config.schema import (
     Accelerator,
     Backend,
-    EngineConfig,
     HardwareConfig,
-    ModelConfig,
     Precision,
 )
-from eagle3lab.engines.base import Engine
+from eagle3lab.engines.base import Answerer, Engine
 from eagle3lab.engines.hf import HuggingFaceEngine
-from eagle3lab.engines.vllm_start import is_installed, start_vllm
-from eagle3lab.verifier.facts import VerifierFacts
+from eagle3lab.engines.request import EngineRequest
+from eagle3lab.engines.vllm_start import is_installed, start_vllm, start_vllm_answerer
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16}
 
@@ -37,35 +32,20 @@ def pick_backend(backend: Backend, device: str) -> Backend:
     return Backend.vllm if device == "cuda" and is_installed() else Backend.hf
 
 
-def build_engine(
-    backend: Backend,
-    path: Path,
-    facts: VerifierFacts,
-    model: ModelConfig,
-    *,
-    layer_ids: Sequence[int],
-    dtype: torch.dtype,
-    device: str,
-    max_len: int,
-    batch_tokens: int,
-    parallel: EngineConfig,
-    scratch_dir: Path | None = None,
-) -> Engine:
-    """The engine that `backend` names, ready to capture `layer_ids` of sequences up to `max_len` tokens.
+def build_engine(backend: Backend, request: EngineRequest) -> Engine:
+    """The engine that `backend` names, ready to capture `request.layer_ids`."""
+    if pick_backend(backend, request.device) is Backend.vllm:
+        return start_vllm(request)
+    return _hugging_face(request)
 
-    batch_tokens, parallel, scratch_dir: of vLLM alone; Hugging Face runs on one device and is given batches.
-    """
-    if pick_backend(backend, device) is Backend.vllm:
-        return start_vllm(
-            path,
-            facts,
-            model,
-            layer_ids=layer_ids,
-            dtype=dtype,
-            device=device,
-            max_len=max_len,
-            batch_tokens=batch_tokens,
-            parallel=parallel,
-            scratch_dir=scratch_dir,
-        )
-    return HuggingFaceEngine(path, facts, dtype, device, model.trust_remote_code)
+
+def build_answerer(backend: Backend, request: EngineRequest) -> Answerer:
+    """The engine that `backend` names, ready to answer prompts; it captures nothing."""
+    if pick_backend(backend, request.device) is Backend.vllm:
+        return start_vllm_answerer(request)
+    return _hugging_face(request)
+
+
+def _hugging_face(request: EngineRequest) -> HuggingFaceEngine:
+    trusted = request.model.trust_remote_code
+    return HuggingFaceEngine(request.path, request.facts, request.dtype, request.device, trusted)

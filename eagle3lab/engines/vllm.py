@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
-import importlib.metadata
 import os
-import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,80 +12,13 @@ import torch
 import transformers
 
 from eagle3lab.config.errors import Problem, UserError
-from eagle3lab.engines.base import EngineDied, EngineError
+from eagle3lab.engines.base import Answer, EngineDied, EngineError, Sampling
 from eagle3lab.engines.deadline import child_processes, deadline
+from eagle3lab.engines.vllm_capabilities import installed_version, require_vllm
 from eagle3lab.engines.vllm_settings import VllmSettings
 from eagle3lab.engines.vllm_worker import rank_zero
 
-CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
-SPECULATIVE_MODULE = "vllm.config.speculative"
-METHOD = "extract_hidden_states"
-# what the connector has since it was rewritten in 0.24: saves after the whole prompt, by one rank, under a lock
-CONNECTOR_PARTS = ("ExampleHiddenStatesConnector", "PendingSave", "load_hidden_states")
-# and what our own subclass for the CPU stands on
-CPU_CONNECTOR_PARTS = ("extract_from_kv_cache",)
-CPU_CONNECTOR_METHODS = ("_submit_async_write", "_write_tensors", "_on_write_done")
 FLUSH_STEPS = 3
-
-
-def installed_version() -> str | None:
-    """The version of vllm, under whatever name it was installed; None without it."""
-    for name in importlib.metadata.packages_distributions().get("vllm", ()):
-        return importlib.metadata.version(name)
-    return None
-
-
-def require_vllm(device: str) -> None:
-    """Raise `UserError` unless the installed vllm has everything that capture on `device` is built on."""
-    missing = missing_capabilities(device)
-    if missing:
-        version = installed_version()
-        raise UserError(
-            Problem(
-                "vllm cannot capture hidden states here: "
-                + (
-                    "it is not installed"
-                    if version is None
-                    else f"version {version} lacks {', '.join(missing)}"
-                ),
-                expected="vllm 0.25 or later with extract_hidden_states",
-                fix="pip install 'vllm>=0.25', or extract.backend=hf",
-            )
-        )
-
-
-def missing_capabilities(device: str) -> list[str]:
-    """What the code below uses and the installed vllm does not have, by name."""
-    missing = []
-    wanted = {
-        "vllm": ("LLM", "SamplingParams"),
-        CONNECTOR_MODULE: CONNECTOR_PARTS + (CPU_CONNECTOR_PARTS if device == "cpu" else ()),
-        SPECULATIVE_MODULE: ("SpeculativeConfig",),
-    }
-    for module_name, names in wanted.items():
-        try:
-            module = importlib.import_module(module_name)
-        except Exception as error:  # a broken installation raises anything
-            missing.append(f"{module_name} ({type(error).__name__}: {error})")
-            continue
-        missing += [f"{module_name}.{name}" for name in names if not hasattr(module, name)]
-    if missing:
-        return missing
-    if device == "cpu":
-        connector = importlib.import_module(CONNECTOR_MODULE).ExampleHiddenStatesConnector
-        missing += [f"{connector.__name__}.{m}" for m in CPU_CONNECTOR_METHODS if not hasattr(connector, m)]
-    config = importlib.import_module(SPECULATIVE_MODULE).SpeculativeConfig
-    if METHOD not in _literals(typing.get_type_hints(config).get("method")):
-        missing.append(f"the speculative method {METHOD}")
-    return missing
-
-
-def _literals(annotation: Any) -> set[Any]:
-    """Every value named by a (nested) Literal or Union."""
-    found: set[Any] = set()
-    for argument in typing.get_args(annotation):
-        found |= _literals(argument) if typing.get_args(argument) else {argument}
-    return found
 
 
 class VllmRunner:
@@ -157,6 +88,19 @@ class VllmRunner:
         file = (output.kv_transfer_params or {}).get("hidden_states_path")
         return list(output.outputs[0].token_ids), file
 
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        max_new_tokens: Sequence[int],
+    ) -> list[Answer]:
+        """One answer per prompt, from a single request to vLLM's scheduler; raises as `ask`."""
+        requests = list(zip(seeds, max_new_tokens, strict=True))
+        outputs = self._generate(prompts, requests=requests, sampling=sampling)
+        ends = [output.outputs[0] for output in outputs]
+        return [Answer(tuple(end.token_ids), end.finish_reason == "stop") for end in ends]
+
     def record(self, row: Sequence[int], layer_ids: Sequence[int], path: str) -> list[str]:
         """Prefill one row with our own hooks in the workers, whose recording goes to `path`.
 
@@ -196,22 +140,38 @@ class VllmRunner:
         importlib.import_module("vllm.distributed.parallel_state").cleanup_dist_env_and_memory()
         self._put_back()
 
-    def _generate(self, rows: Sequence[Sequence[int]], *, max_tokens: int) -> list[Any]:
+    def _generate(
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 1,
+        requests: Sequence[tuple[int | None, int]] = (),
+        sampling: Sampling | None = None,
+    ) -> list[Any]:
+        """Greedy for `max_tokens`, unless every row has a (seed, max_tokens) of its own in `requests`."""
         from vllm import SamplingParams
 
         if self._dead or self._llm is None:
             raise EngineDied(self._dead or "the engine is closed")
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=max_tokens,
-            stop_token_ids=list(self.settings.eos_token_ids),
-            detokenize=False,
-        )
+        requests = requests or [(None, max_tokens)] * len(rows)
+        drawn = sampling or Sampling(0.0, 1.0, 0, self.settings.eos_token_ids)
+        parameters = [
+            SamplingParams(
+                temperature=drawn.temperature,
+                top_p=drawn.top_p,
+                top_k=drawn.top_k,
+                seed=seed,
+                max_tokens=most,
+                stop_token_ids=list(drawn.stop_token_ids),
+                detokenize=False,
+            )
+            for seed, most in requests
+        ]
         prompts = [{"prompt_token_ids": list(row)} for row in rows]
-        seconds = self.settings.answer_seconds(sum(map(len, rows)) + max_tokens * len(rows))
+        seconds = self.settings.answer_seconds(sum(map(len, rows)) + sum(most for _, most in requests))
         try:
             with deadline(seconds, "a request to vLLM", spare=self._spare, wake=self._wake):
-                outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
+                outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
                 self._flush()
         except EngineDied as error:
             self._dead = str(error)

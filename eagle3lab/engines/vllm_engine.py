@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Protocol
 
 import torch
 from safetensors.torch import load_file
 
 from eagle3lab.config.errors import IntegrityError, Problem
-from eagle3lab.engines.base import Recording, States, check_states
-from eagle3lab.engines.vllm_files import Scratch, take_file, to_states
+from eagle3lab.engines.base import Answer, Recording, Sampling, States, check_states
+from eagle3lab.engines.vllm_files import Scratch, drop_file, take_file, to_states
 from eagle3lab.engines.vllm_settings import VllmSettings
 from eagle3lab.engines.vllm_worker import POST_NORM, PRE_NORM, TOKEN_IDS, layer_key
 from eagle3lab.verifier.facts import VerifierFacts
 
+READ_THREADS = 4
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -31,6 +33,13 @@ class EngineRunner(Protocol):
     def versions(self) -> dict[str, str]: ...
     def ask(self, rows: Sequence[Sequence[int]]) -> list[str]: ...
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[list[int], str | None]: ...
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        max_new_tokens: Sequence[int],
+    ) -> list[Answer]: ...
     def record(self, row: Sequence[int], layer_ids: Sequence[int], path: str) -> list[str]: ...
     def close(self) -> None: ...
 
@@ -40,6 +49,7 @@ class VllmEngine:
 
     name = "vllm"
     pads = False
+    concurrency = 2  # the states of one request are read while the next is computed
 
     def __init__(
         self, runners: Sequence[EngineRunner], settings: VllmSettings, facts: VerifierFacts, scratch: Scratch
@@ -48,6 +58,7 @@ class VllmEngine:
         self._runners = list(runners)
         self._settings = settings
         self._scratch = scratch
+        self._asking = Lock()  # one request at a time, whatever thread it comes from
 
     def versions(self) -> dict[str, str]:
         """vllm, torch, transformers, the compute dtype, the tensor-parallel size."""
@@ -64,17 +75,41 @@ class VllmEngine:
             UserError: a row's states do not fit into the scratch directory.
         """
         self._check(rows, layer_ids)
-        hidden_size, captured = self.facts.hidden_size, self._settings.layer_ids
-        bytes_per_token = len(captured) * hidden_size * DTYPES[self._settings.dtype].itemsize + 16
+        lengths = [len(row) for row in rows]
+        bytes_per_token = (
+            len(self._settings.layer_ids) * self.facts.hidden_size * DTYPES[self._settings.dtype].itemsize
+            + 16
+        )
         states: list[States] = []
-        for group in self._scratch.groups_that_fit([len(row) for row in rows], bytes_per_token):
-            asked = [rows[i] for i in group]
-            for file, row in zip(self._ask(asked), asked, strict=True):
-                tensors = take_file(Path(file), self._settings.answer_seconds(len(row)))
-                found = to_states(tensors, captured, layer_ids, hidden_size)
-                check_states(found, row, len(layer_ids), hidden_size)
-                states.append(found)
+        while len(states) < len(rows):
+            with self._asking:
+                group = self._scratch.groups_that_fit(lengths[len(states) :], bytes_per_token)[0]
+                asked = rows[len(states) : len(states) + len(group)]
+                files = self._ask(asked)
+            states += self._read(files, asked, layer_ids)
         return states
+
+    def _read(
+        self, files: Sequence[str], rows: Sequence[Sequence[int]], layer_ids: Sequence[int]
+    ) -> list[States]:
+        """The checked states in `files`, which are removed whatever happens."""
+
+        def read(file: str, row: Sequence[int]) -> States:
+            tensors = take_file(Path(file), self._settings.answer_seconds(len(row)))
+            states = to_states(tensors, self._settings.layer_ids, layer_ids, self.facts.hidden_size)
+            check_states(states, row, len(layer_ids), self.facts.hidden_size)
+            return states
+
+        pool = ThreadPoolExecutor(READ_THREADS)
+        try:
+            return list(pool.map(read, files, rows))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            for file in files:
+                drop_file(Path(file))
+            raise
+        finally:
+            pool.shutdown()
 
     def record(self, rows: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> list[Recording]:
         """The second opinion: decoder layers `layer_ids` and both sides of the final norm, by our own hooks.

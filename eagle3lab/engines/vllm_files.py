@@ -128,8 +128,13 @@ def take_file(path: Path, seconds: float) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise EngineError(f"{path.name} cannot be read: {error}") from error
     finally:
-        path.unlink(missing_ok=True)
-        lock.unlink(missing_ok=True)
+        drop_file(path)
+
+
+def drop_file(path: Path) -> None:
+    """Remove a file of states and its lock, where they are there."""
+    path.unlink(missing_ok=True)
+    Path(f"{path}.lock").unlink(missing_ok=True)
 
 
 def to_states(

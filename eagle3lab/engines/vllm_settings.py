@@ -10,6 +10,8 @@ from typing import Any
 
 WORKER_EXTENSION = "eagle3lab.engines.vllm_worker.CaptureExtension"
 CPU_CONNECTOR_MODULE = "eagle3lab.engines.vllm_cpu_connector"
+DECODE_SEQUENCES = 512  # the most that CUDA graphs are captured for by default
+DECODE_BATCH_TOKENS = 8192
 START_SECONDS = 1800.0  # large checkpoints from slow disks
 MLA_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 
@@ -20,12 +22,12 @@ class VllmSettings:
 
     path: Path
     model_type: str
-    layer_ids: tuple[int, ...]  # captured, ascending; the last is num_layers
+    layer_ids: tuple[int, ...]  # captured, ascending, the last is num_layers; empty: it answers prompts
     dtype: str  # "float32", "bfloat16"
     device: str  # "cuda", "cpu"
     max_len: int  # tokens of the longest sequence
     batch_tokens: int  # tokens of one forward pass; longer prompts are prefilled in chunks
-    scratch: Path
+    scratch: Path | None  # where states are handed over; None: none are
     eos_token_ids: tuple[int, ...]
     max_positions: int
     tensor_parallel: int = 1
@@ -50,8 +52,49 @@ class VllmSettings:
         least = self.max_len + 1 if self.on_cpu_with_latent_attention else 32
         return max(self.batch_tokens, least)
 
+    @property
+    def captures(self) -> bool:
+        """Whether it hands over hidden states; else it answers prompts."""
+        return bool(self.layer_ids)
+
+    @property
+    def model_len(self) -> int:
+        """Longest sequence for vLLM: a request for states ends with one token more."""
+        return self.max_len + self.captures
+
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `vllm.LLM`."""
+        arguments: dict[str, Any] = {
+            "model": str(self.path),
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # no sampling defaults of the checkpoint: every request states its own
+            "dtype": self.dtype,
+            "seed": 0,
+            "trust_remote_code": self.trust_remote_code,
+            "tensor_parallel_size": self.tensor_parallel,
+            "gpu_memory_utilization": self.memory_share,
+            "max_model_len": self.model_len,
+            "disable_log_stats": True,
+            **(self._for_states() if self.captures else self._for_answers()),
+        }
+        if self.on_cpu_with_latent_attention:
+            # the fused rotary kernel of the CPU build is wrong for MLA with default RoPE
+            arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+        return arguments
+
+    def _for_answers(self) -> dict[str, Any]:
+        """Decoding: many sequences at once, CUDA graphs, and prefixes of earlier turns computed once."""
+        on_cpu = self.device == "cpu"
+        batch_tokens = self.forward_tokens if on_cpu else max(self.forward_tokens, DECODE_BATCH_TOKENS)
+        return {
+            "max_num_batched_tokens": batch_tokens,
+            "max_num_seqs": min(batch_tokens, 64 if on_cpu else DECODE_SEQUENCES),
+            "enforce_eager": on_cpu,
+            "enable_prefix_caching": True,
+        }
+
+    def _for_states(self) -> dict[str, Any]:
+        """Capture: eager, uncached, with vLLM's own extraction and our hooks."""
         connector = "CPUHiddenStatesConnector" if self.device == "cpu" else "ExampleHiddenStatesConnector"
         transfer: dict[str, Any] = {
             "kv_connector": connector,
@@ -63,21 +106,11 @@ class VllmSettings:
         }
         if self.device == "cpu":
             transfer["kv_connector_module_path"] = CPU_CONNECTOR_MODULE
-        arguments: dict[str, Any] = {
-            "model": str(self.path),
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",  # no sampling defaults of the checkpoint: decoding here is greedy
-            "dtype": self.dtype,
-            "seed": 0,
-            "trust_remote_code": self.trust_remote_code,
-            "tensor_parallel_size": self.tensor_parallel,
-            "gpu_memory_utilization": self.memory_share,
-            "max_model_len": self.max_len + 1,  # and the one token that ends a request for states
+        return {
             "max_num_batched_tokens": self.forward_tokens,
             "max_num_seqs": max(1, min(256, self.batch_tokens // 4)),
             "enforce_eager": True,  # the hooks of the second opinion need it; a prefill gains nothing from graphs
             "enable_prefix_caching": False,  # cached tokens have no states
-            "disable_log_stats": True,
             "worker_extension_cls": WORKER_EXTENSION,
             "speculative_config": {
                 "method": "extract_hidden_states",
@@ -88,10 +121,6 @@ class VllmSettings:
             },
             "kv_transfer_config": transfer,
         }
-        if self.on_cpu_with_latent_attention:
-            # the fused rotary kernel of the CPU build is wrong for MLA with default RoPE
-            arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
-        return arguments
 
     def prepare_environment(self, environment: MutableMapping[str, str] | None = None) -> None:
         """Variables that vLLM reads; what the user has set wins."""
@@ -107,7 +136,7 @@ class VllmSettings:
             "HF_HUB_OFFLINE": "1",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # CUDA is initialised here already
         }
-        if self.max_len + 1 > self.max_positions:
+        if self.model_len > self.max_positions:
             variables["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # the one token more is never fed to the model
         if self.device == "cpu":
             variables["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB

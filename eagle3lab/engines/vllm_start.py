@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from eagle3lab.config.errors import Problem, UserError
-from eagle3lab.config.schema import EngineConfig, ModelConfig
+from eagle3lab.config.schema import EngineConfig
 from eagle3lab.engines.replicas import RemoteRunner, device_groups
+from eagle3lab.engines.request import EngineRequest
+from eagle3lab.engines.vllm_answers import VllmAnswerer
 from eagle3lab.engines.vllm_engine import EngineRunner, VllmEngine
 from eagle3lab.engines.vllm_files import Scratch
 from eagle3lab.engines.vllm_settings import VllmSettings
-from eagle3lab.verifier.facts import VerifierFacts
 
 
 def is_installed() -> bool:
@@ -23,60 +23,69 @@ def is_installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-def start_vllm(
-    path: Path,
-    facts: VerifierFacts,
-    model: ModelConfig,
-    *,
-    layer_ids: Sequence[int],
-    dtype: torch.dtype,
-    device: str,
-    max_len: int,
-    batch_tokens: int,
-    parallel: EngineConfig,
-    scratch_dir: Path | None = None,
-) -> VllmEngine:
+def start_vllm(request: EngineRequest) -> VllmEngine:
     """Load the verifier into `parallel.data_parallel` engines of `parallel.tensor_parallel` devices each.
 
-    layer_ids: those that `capture` will be asked for; the last state is always captured.
-    max_len: tokens of the longest sequence that will be asked for.
+    They capture `request.layer_ids` and always the last state.
     Raises:
         UserError: vllm is missing, too old or cannot run this verifier; too few devices; no scratch directory.
     """
-    if facts.num_heads % parallel.tensor_parallel:
-        raise UserError(
-            Problem(
-                f"{facts.num_heads} attention heads cannot be split over hardware.engine.tensor_parallel",
-                parallel.tensor_parallel,
-                f"a divisor of {facts.num_heads}",
-                "hardware.engine.tensor_parallel=1 hardware.engine.data_parallel=N",
-            )
-        )
-    scratch = Scratch(scratch_dir)
-    settings = VllmSettings(
-        path=path,
-        model_type=facts.model_type,
-        layer_ids=tuple(sorted({*layer_ids, facts.num_layers})),
-        dtype=str(dtype).removeprefix("torch."),
-        device=device,
-        max_len=max_len,
-        batch_tokens=batch_tokens,
-        scratch=scratch.path,
-        eos_token_ids=facts.eos_token_ids,
-        max_positions=facts.max_positions,
-        tensor_parallel=parallel.tensor_parallel,
-        memory_share=parallel.memory_share,
-        trust_remote_code=model.trust_remote_code,
-    )
+    _check_heads(request)
+    facts = request.facts
+    scratch = Scratch(request.scratch_dir)
+    layer_ids = tuple(sorted({*request.layer_ids, facts.num_layers}))
+    settings = _settings(request, layer_ids, scratch.path)
     try:
-        return VllmEngine(_runners(settings, parallel), settings, facts, scratch)
+        return VllmEngine(_runners(settings, request.parallel), settings, facts, scratch)
     except BaseException:
         scratch.close()
         raise
 
 
+def start_vllm_answerer(request: EngineRequest) -> VllmAnswerer:
+    """The same for engines that answer prompts: nothing of capture is in them, nor in their way.
+
+    Raises UserError as `start_vllm`.
+    """
+    _check_heads(request)
+    settings = _settings(request, (), None)
+    return VllmAnswerer(_runners(settings, request.parallel), settings, request.facts)
+
+
+def _settings(request: EngineRequest, layer_ids: tuple[int, ...], scratch: Path | None) -> VllmSettings:
+    return VllmSettings(
+        path=request.path,
+        model_type=request.facts.model_type,
+        layer_ids=layer_ids,
+        dtype=str(request.dtype).removeprefix("torch."),
+        device=request.device,
+        max_len=request.max_len,
+        batch_tokens=request.batch_tokens,
+        scratch=scratch,
+        eos_token_ids=request.facts.eos_token_ids,
+        max_positions=request.facts.max_positions,
+        tensor_parallel=request.parallel.tensor_parallel,
+        memory_share=request.parallel.memory_share,
+        trust_remote_code=request.model.trust_remote_code,
+    )
+
+
+def _check_heads(request: EngineRequest) -> None:
+    num_heads, tensor_parallel = request.facts.num_heads, request.parallel.tensor_parallel
+    if num_heads % tensor_parallel:
+        raise UserError(
+            Problem(
+                f"{num_heads} attention heads cannot be split over hardware.engine.tensor_parallel",
+                tensor_parallel,
+                f"a divisor of {num_heads}",
+                "hardware.engine.tensor_parallel=1 hardware.engine.data_parallel=N",
+            )
+        )
+
+
 def _runners(settings: VllmSettings, parallel: EngineConfig) -> list[EngineRunner]:
-    from eagle3lab.engines.vllm import VllmRunner, require_vllm
+    from eagle3lab.engines.vllm import VllmRunner
+    from eagle3lab.engines.vllm_capabilities import require_vllm
 
     require_vllm(settings.device)
     environments: list[dict[str, str]] = [{} for _ in range(parallel.data_parallel)]

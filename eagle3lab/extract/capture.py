@@ -1,10 +1,19 @@
-"""Shards of rows -> engine -> store. A row on which the engine fails is asked for again by itself."""
+"""Shards of rows -> engine -> store. A row on which the engine fails is asked for again by itself.
+
+While the engine works on one request, the states of those before it are read, checked, hashed and written by
+other threads: a store should cost what its forward passes cost.
+"""
 
 from __future__ import annotations
 
+import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 
@@ -19,6 +28,21 @@ from eagle3lab.store.writer import StoreWriter
 # what a backend raises when it cannot answer: its own errors, a full device, a broken pipe, a time-out
 ENGINE_ERRORS = (RuntimeError, OSError)
 MAX_LOST_SHARDS = 3  # one after the other without one answer: the engine is broken, not the rows
+REQUEST_BYTES = 4 * 2**30  # of states in one request to an engine that schedules by itself, at most
+MEMORY_SHARE = 1 / 32  # of the machine's memory, for the same; about three requests are in memory at a time
+TAIL_SHARE = 1 / 3  # of what is left to capture: the last requests are small, and little is left to write
+WRITE_THREADS = 8
+
+
+@dataclass
+class ShardStates:
+    """What is known of one shard's rows, by their position in it."""
+
+    number: int
+    rows: Sequence[Row]
+    captured: dict[int, Captured]
+    reasons: dict[int, str] = field(default_factory=dict)  # of rows that are lost
+    num_before: int = 0  # rows that an earlier run captured
 
 
 def capture_shards(
@@ -33,51 +57,109 @@ def capture_shards(
 ) -> None:
     """Capture and write every pending shard; what was lost is in `report.lost`, and its shard not written.
 
+    `report.seconds` gets "capture", waiting for the engine, and "write", waiting for the disk. Beside the
+    `engine.concurrency` requests that are asked, the shards of one more may be waiting to be written.
+
     Raises EngineDied when the engine is gone; what was captured until then is kept.
     """
+
+    def capture(request: list[tuple[int, list[Row]]]) -> list[ShardStates]:
+        return _capture(engine, writer, request, layer_ids, batch_tokens, store_dtype, progress)
+
+    requests = iter(_requests(engine, writer, store_dtype))
+    asked: deque[Future[list[ShardStates]]] = deque()
+    writing: deque[Future[None]] = deque()
     lost_shards = 0
-    for number, shard in list(writer.pending()):
-        captured = load_partial(writer.path, number, shard)
-        before = len(captured)
-        reasons: dict[int, str] = {}
-        try:
-            for batch in _batches(engine, shard, captured, batch_tokens):
-                with timed(report.seconds, "capture"):
-                    answers = _ask(engine, [shard[i].input_ids for i in batch], layer_ids)
-                for i, answer in zip(batch, answers, strict=True):
-                    if isinstance(answer, str):
-                        reasons[i] = answer
-                    else:
-                        aux, last = answer.aux.to(store_dtype), answer.last.to(store_dtype)
-                        captured[i] = (aux, last, answer.token_ids)
-                progress.advance(sum(len(shard[i].input_ids) for i in batch))
-        except EngineDied:
-            _keep(writer, number, shard, captured)
-            raise
-        report.num_captured_rows += len(captured) - before
-        report.num_captured_tokens += sum(len(ids) for _, _, ids in list(captured.values())[before:])
-        if reasons:
-            report.lost |= {f"{shard[i].source} ({shard[i].row_id[:12]})": r for i, r in reasons.items()}
-            _keep(writer, number, shard, captured)
-            lost_shards = 0 if len(captured) > before else lost_shards + 1
-            if lost_shards == MAX_LOST_SHARDS:
-                return
-            continue
-        lost_shards = 0
+    with _cheap_threads(engine), _threads(engine.concurrency) as captures, _threads(WRITE_THREADS) as writes:
+        asked.extend(captures.submit(capture, request) for request in islice(requests, engine.concurrency))
+        while asked and lost_shards < MAX_LOST_SHARDS:
+            with timed(report.seconds, "capture"):
+                shards = asked.popleft().result()
+            with timed(report.seconds, "write"):
+                _wait(writing, leave=len(shards))
+            asked.extend(captures.submit(capture, request) for request in islice(requests, 1))
+            for shard in shards:
+                _count(report, shard)
+                if not shard.reasons:
+                    lost_shards = 0
+                    writing.append(writes.submit(_write, writer, shard))
+                    continue
+                _keep(writer, shard)
+                lost_shards = 0 if len(shard.captured) > shard.num_before else lost_shards + 1
         with timed(report.seconds, "write"):
-            writer.write_shard(number, [(row, *captured[i]) for i, row in enumerate(shard)])
-        drop_partial(writer.path, number)
+            _wait(writing)
 
 
-def _batches(
-    engine: Engine, shard: Sequence[Row], done: dict[int, Captured], batch_tokens: int
-) -> list[list[int]]:
-    """Positions of the rows that are still to be captured, together as the engine likes them."""
-    left = [i for i in range(len(shard)) if i not in done]
+def _requests(
+    engine: Engine, writer: StoreWriter[Row], store_dtype: torch.dtype
+) -> list[list[tuple[int, list[Row]]]]:
+    """The pending shards, by number, in the groups in which the engine is asked for them.
+
+    An engine that is given batches gets one shard at a time; one that schedules by itself gets many, because
+    it idles between two requests.
+    """
+    manifest = writer.manifest
+    bytes_per_token = (len(manifest.layer_ids) + 1) * manifest.verifier.hidden_size * store_dtype.itemsize
+    largest = min(REQUEST_BYTES, int(_memory_bytes() * MEMORY_SHARE)) // bytes_per_token
+    pending = [(number, rows, sum(len(row.input_ids) for row in rows)) for number, rows in writer.pending()]
+    left = sum(num_tokens for *_, num_tokens in pending)
+    requests: list[list[tuple[int, list[Row]]]] = []
+    filled = budget = 0
+    for number, rows, num_tokens in pending:
+        if not requests or filled + num_tokens > budget:
+            requests.append([])
+            filled, budget = 0, 0 if engine.pads else min(largest, int(left * TAIL_SHARE))
+        requests[-1].append((number, rows))
+        filled += num_tokens
+        left -= num_tokens
+    return requests
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _capture(
+    engine: Engine,
+    writer: StoreWriter[Row],
+    request: Sequence[tuple[int, list[Row]]],
+    layer_ids: Sequence[int],
+    batch_tokens: int,
+    store_dtype: torch.dtype,
+    progress: CaptureProgress,
+) -> list[ShardStates]:
+    """One request: the states of every row of some shards, or why there are none."""
+    shards = [ShardStates(number, rows, load_partial(writer.path, number, rows)) for number, rows in request]
+    for shard in shards:
+        shard.num_before = len(shard.captured)
+    wanted = [(shard, i) for shard in shards for i in range(len(shard.rows)) if i not in shard.captured]
+    rows = [shard.rows[i].input_ids for shard, i in wanted]
+    try:
+        for batch in _batches(engine, [len(row) for row in rows], batch_tokens):
+            answers = _ask(engine, [rows[j] for j in batch], layer_ids)
+            for j, answer in zip(batch, answers, strict=True):
+                shard, i = wanted[j]
+                if isinstance(answer, str):
+                    shard.reasons[i] = answer
+                else:
+                    shard.captured[i] = (
+                        answer.aux.to(store_dtype),
+                        answer.last.to(store_dtype),
+                        answer.token_ids,
+                    )
+            progress.advance(sum(len(rows[j]) for j in batch))
+    except EngineDied:
+        for shard in shards:
+            _keep(writer, shard)
+        raise
+    return shards
+
+
+def _batches(engine: Engine, lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Positions of the rows that are asked for together, as the engine likes them."""
     if not engine.pads:
-        return [left] if left else []
-    planned = plan_batches([len(shard[i].input_ids) for i in left], batch_tokens)
-    return [[left[j] for j in batch] for batch in planned]
+        return [list(range(len(lengths)))] if lengths else []
+    return plan_batches(lengths, batch_tokens)
 
 
 def _ask(engine: Engine, rows: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> list[States | str]:
@@ -106,8 +188,52 @@ def _try(engine: Engine, rows: Sequence[Sequence[int]], layer_ids: Sequence[int]
     return ["empty result" if answer is None else answer for answer in answers]
 
 
-def _keep(writer: StoreWriter[Row], number: int, shard: Sequence[Row], captured: dict[int, Captured]) -> None:
-    save_partial(writer.path, number, {shard[i].row_id: states for i, states in captured.items()})
+def _count(report: ExtractReport, shard: ShardStates) -> None:
+    new = list(shard.captured.values())[shard.num_before :]
+    report.num_captured_rows += len(new)
+    report.num_captured_tokens += sum(len(token_ids) for _, _, token_ids in new)
+    for i, reason in shard.reasons.items():
+        row = shard.rows[i]
+        report.lost[f"{row.source} ({row.row_id[:12]})"] = reason
+
+
+def _write(writer: StoreWriter[Row], shard: ShardStates) -> None:
+    writer.write_shard(shard.number, [(row, *shard.captured.pop(i)) for i, row in enumerate(shard.rows)])
+    drop_partial(writer.path, shard.number)
+
+
+def _keep(writer: StoreWriter[Row], shard: ShardStates) -> None:
+    rows = {shard.rows[i].row_id: states for i, states in shard.captured.items()}
+    save_partial(writer.path, shard.number, rows)
+
+
+def _wait(writing: deque[Future[None]], leave: int = 0) -> None:
+    """Wait until no more than `leave` writes are unfinished; raises the first error."""
+    while writing and (len(writing) > leave or writing[0].done()):
+        writing.popleft().result()
+
+
+@contextmanager
+def _cheap_threads(engine: Engine) -> Iterator[None]:
+    """One processor thread per torch operation where the engine computes elsewhere: the operations of the
+    readers and writers are small, and there are many of them at a time."""
+    before = torch.get_num_threads()
+    if not engine.pads:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that finish what they have begun and drop the rest when the block fails."""
+    pool = ThreadPoolExecutor(count)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager

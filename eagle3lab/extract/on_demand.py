@@ -27,7 +27,8 @@ def open_store(cfg: TrainRoot, invocation: Invocation) -> StoreReader:
         if word.partition("=")[0].partition(".")[0] in ("model", "data", "hardware")
     )
     default = path == default_store(cfg.model, cfg.data, invocation)
-    if cfg.model.extract_on_demand and default and not is_complete(path):
+    seconds_only = cfg.model.extract_on_demand and not cfg.data.regenerate
+    if seconds_only and default and not is_complete(path):
         if is_rank_zero():
             print(f"no store yet: extracting the {cfg.model.name} verifier's (seconds)")
             extract_store(

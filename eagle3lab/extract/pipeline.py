@@ -12,11 +12,13 @@ from rich.console import Console
 from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.config.schema import Backend, DataConfig, ExtractorConfig, HardwareConfig, ModelConfig
 from eagle3lab.engines.base import Engine, EngineError, SecondOpinion
+from eagle3lab.engines.request import EngineRequest
 from eagle3lab.engines.select import DTYPES, build_engine, pick_backend, pick_device
 from eagle3lab.extract.alignment import SelfTestReport, tolerance_for
 from eagle3lab.extract.capture import capture_shards, timed
 from eagle3lab.extract.progress import CaptureProgress
 from eagle3lab.extract.reference import Reference, reference_forward
+from eagle3lab.extract.regenerate import copy_answers, refuse_other_kind, regenerate_rows
 from eagle3lab.extract.report import ExtractReport, append_log, lost_rows_error
 from eagle3lab.extract.second_opinion import compare_captures, engine_references, reference_fits
 from eagle3lab.extract.self_test import MAX_TOKENS, STORE_DTYPES, sample_indices, self_test_engine
@@ -60,17 +62,37 @@ def extract_store(
         path = locate_verifier(model)
     facts = read_facts(path)
     layer_ids = resolve_layer_ids(model, extract, facts)
-    with timed(seconds, "rows"):
-        rowset = build_rows(data, model, facts, num_workers=extract.num_render_workers)
-        if not rowset.rows:
-            raise UserError(Problem("no conversation became a row", "\n".join(rowset.accounting.lines())))
+    whole, store = store, part_directory(store, extract.part, extract.num_parts)
+    for directory in dict.fromkeys((store, whole)):
+        refuse_other_kind(directory, data.regenerate)
+    regenerated = None
+    if data.regenerate:
+        regenerated = regenerate_rows(
+            model=model,
+            data=data,
+            extract=extract,
+            hardware=hardware,
+            facts=facts,
+            store=whole,
+            console=console,
+            seconds=seconds,
+        )
+        rowset = regenerated.rowset
+        _say(console, regenerated.generated.describe(len(rowset.rows)))
+        if store != whole:
+            copy_answers(whole, store)
+    else:
+        with timed(seconds, "rows"):
+            rowset = build_rows(data, model, facts, num_workers=extract.num_render_workers)
     manifest = plan_manifest(model, facts, rowset, layer_ids, extract.dtype.value)
     manifest = replace(manifest, part=extract.part, num_parts=extract.num_parts)
-    whole, store = store, part_directory(store, extract.part, extract.num_parts)
+    if regenerated is not None:
+        manifest.row_settings |= regenerated.row_settings
     own = rows_of_part(rowset.rows, extract.shard_tokens, extract.part, extract.num_parts)
     num_tokens = sum(len(row.input_ids) for row in own)
     num_bytes = estimate_bytes(num_tokens, facts.hidden_size, len(layer_ids), manifest.dtype)
     report = ExtractReport(store, len(own), num_tokens, num_bytes, seconds=seconds)
+    report.generated = regenerated.generated if regenerated else None
     if extract.num_parts > 1:
         _say(console, _part_line(whole, extract.part, extract.num_parts, len(own), len(rowset.rows)))
 
@@ -96,19 +118,19 @@ def extract_store(
                 trust_remote_code=model.trust_remote_code,
             )
     with timed(seconds, "load"):
-        engine = build_engine(
-            extract.backend,
+        request = EngineRequest(
             path,
             facts,
             model,
-            layer_ids=layer_ids,
-            dtype=dtype,
-            device=device,
+            dtype,
+            device,
             max_len=max(len(row.input_ids) for row in rowset.rows),
             batch_tokens=extract.batch_tokens,
             parallel=hardware.engine,
+            layer_ids=layer_ids,
             scratch_dir=Path(extract.scratch_dir) if extract.scratch_dir else None,
         )
+        engine = build_engine(extract.backend, request)
     try:
         with timed(seconds, "self_test"):
             report.self_test = _self_test(

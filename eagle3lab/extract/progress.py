@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from threading import Lock
 from types import TracebackType
 
 from rich.console import Console
@@ -12,29 +13,38 @@ INTERVAL_SECONDS = 15.0
 
 
 class CaptureProgress:
-    """Counts captured tokens; shows tokens, tokens per second and what is left of the time."""
+    """Counts captured tokens, or whatever `unit` says; shows them, their rate and what is left of the time."""
 
     def __init__(
-        self, console: Console, total_tokens: int, *, interval_seconds: float = INTERVAL_SECONDS
+        self,
+        console: Console,
+        total: int,
+        *,
+        what: str = "capture",
+        unit: str = "tokens",
+        interval_seconds: float = INTERVAL_SECONDS,
     ) -> None:
         self._console = console
-        self._total = total_tokens
+        self._what, self._unit = what, unit
+        self._rate_unit = "tok/s" if unit == "tokens" else f"{unit}/s"
+        self._total = total
         self._interval = interval_seconds
         self._done = 0
         self._start = self._said = time.perf_counter()
+        self._lock = Lock()
         self._bar: Progress | None = None
         if console.is_terminal:
             self._bar = Progress(
-                TextColumn("capture"),
+                TextColumn(what),
                 BarColumn(),
-                TextColumn("{task.completed:,.0f}/{task.total:,.0f} tokens"),
-                TextColumn("{task.fields[rate]:,.0f} tok/s"),
+                TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit),
+                TextColumn("{task.fields[rate]:,.0f} " + self._rate_unit),
                 TimeElapsedColumn(),
                 TextColumn("left"),
                 TimeRemainingColumn(),
                 console=console,
             )
-            self._task = self._bar.add_task("capture", total=total_tokens, rate=0.0)
+            self._task = self._bar.add_task(what, total=total, rate=0.0)
 
     def __enter__(self) -> CaptureProgress:
         self._start = self._said = time.perf_counter()
@@ -48,17 +58,22 @@ class CaptureProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def advance(self, num_tokens: int) -> None:
-        """Count a finished batch."""
-        self._done += num_tokens
+    def advance(self, count: int) -> None:
+        """Count a finished batch; from any thread."""
+        with self._lock:
+            self._advance(count)
+
+    def _advance(self, count: int) -> None:
+        self._done += count
         now = time.perf_counter()
         rate = self._done / max(now - self._start, 1e-9)
         if self._bar is not None:
-            self._bar.update(self._task, advance=num_tokens, rate=rate)
+            self._bar.update(self._task, advance=count, rate=rate)
         elif now - self._said >= self._interval:
             self._said = now
             left = (self._total - self._done) / rate
             self._console.print(
-                f"capture {self._done:,}/{self._total:,} tokens, {rate:,.0f} tok/s, {left:,.0f} s left",
+                f"{self._what} {self._done:,}/{self._total:,} {self._unit}, {rate:,.0f} {self._rate_unit}, "
+                f"{left:,.0f} s left",
                 highlight=False,
             )

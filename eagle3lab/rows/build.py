@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ from eagle3lab.rows.tokenizer import (
     template_hash,
     tokenizer_hash,
 )
-from eagle3lab.rows.turns import RawRow, Rules, Turns, build_turns
+from eagle3lab.rows.turns import RawRow, Rules, build_turns
 from eagle3lab.store.identity import row_id_of
 
 if TYPE_CHECKING:
@@ -66,6 +66,10 @@ class Built:
     repaired: Counter[str] = field(default_factory=Counter)
     noted: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(ids) for ids, _ in self.rows)
+
 
 def build_rows(
     data: DataConfig, model: ModelConfig, facts: VerifierFacts, *, num_workers: int | None = 0
@@ -81,7 +85,7 @@ def build_rows(
     when no conversation gives a row.
     """
     conversations, account = read_conversations(data)
-    _refuse_faults(account, data.strict)
+    refuse_faults(account, data.strict)
     tokenizer = load_tokenizer(model, facts.path)
     recipe = make_recipe(data, model, facts, tokenizer)
     prefixes = num_prefixes(conversations)
@@ -90,23 +94,42 @@ def build_rows(
 
     if num_workers is None:
         num_workers = worthwhile_workers(len(conversations))
+    with _outcomes(conversations, tokenizer, recipe, model, facts.path, num_workers) as outcomes:
+        return assemble_rows(conversations, outcomes, account, data, model, facts, tokenizer, recipe)
+
+
+def assemble_rows(
+    conversations: Sequence[Conversation],
+    outcomes: Iterable[Built],
+    account: Accounting,
+    data: DataConfig,
+    model: ModelConfig,
+    facts: VerifierFacts,
+    tokenizer: Tokenizer,
+    recipe: Recipe,
+) -> RowSet:
+    """The rows of `outcomes`, one per conversation and in their order, split and accounted for.
+
+    No outcome is taken beyond the conversation that fills `data.max_tokens`. Raises as `build_rows`.
+    """
     rows: list[Row] = []
     num_tokens = 0
-    with _outcomes(conversations, tokenizer, recipe, model, facts.path, num_workers) as outcomes:
-        for position, (conversation, built) in enumerate(zip(conversations, outcomes, strict=True)):
-            if built.reason:
-                account.drop(built.reason, conversation.record_id, built.detail)
-                _refuse_faults(account, data.strict)
-                continue
-            account.kept += 1
-            account.add(built.turns_dropped, built.repaired, built.noted)
-            split = split_of(conversation, data.validation_share, data.seed)
-            rows += [_row(conversation, split, ids, mask) for ids, mask in built.rows]
-            num_tokens += sum(len(ids) for ids, _ in built.rows)
-            if data.max_tokens is not None and num_tokens >= data.max_tokens:
-                for left_out in conversations[position + 1 :]:
-                    account.drop("beyond_max_tokens", left_out.record_id)
-                break
+    taken = iter(outcomes)
+    for position, conversation in enumerate(conversations):
+        built = next(taken)
+        if built.reason:
+            account.drop(built.reason, conversation.record_id, built.detail)
+            refuse_faults(account, data.strict)
+            continue
+        account.kept += 1
+        account.add(built.turns_dropped, built.repaired, built.noted)
+        split = split_of(conversation, data.validation_share, data.seed)
+        rows += [_row(conversation, split, ids, mask) for ids, mask in built.rows]
+        num_tokens += built.num_tokens
+        if data.max_tokens is not None and num_tokens >= data.max_tokens:
+            for left_out in conversations[position + 1 :]:
+                account.drop("beyond_max_tokens", left_out.record_id)
+            break
     account.rows = len(rows)
     if account.kept and is_other_tokenizer(model, facts.path):
         account.noted["tokenizer_not_beside_the_weights"] = account.kept
@@ -154,13 +177,14 @@ def build_conversation(conversation: Conversation, tokenizer: Tokenizer, recipe:
         detail=turns.detail, turns_dropped=turns.dropped, repaired=turns.repaired, noted=turns.noted
     )
     for row in turns.rows:
-        _add_row(built, row, recipe)
+        add_row(built, row, recipe)
     if not built.rows:
-        built.reason = _main_reason(turns)
+        built.reason = main_reason(turns.dropped)
     return built
 
 
-def _add_row(built: Built, row: RawRow, recipe: Recipe) -> None:
+def add_row(built: Built, row: RawRow, recipe: Recipe) -> None:
+    """Add one row, capped; spans that lie beyond the cap or outside the vocabulary are counted."""
     length = len(row.input_ids)
     if max(row.input_ids) >= recipe.vocab_size:
         built.turns_dropped["token_outside_vocabulary"] += len(row.spans)
@@ -180,16 +204,17 @@ def _add_row(built: Built, row: RawRow, recipe: Recipe) -> None:
     built.rows.append((tuple(row.input_ids[:length]), tuple(mask)))
 
 
-def _main_reason(turns: Turns) -> str:
+def main_reason(dropped: Counter[str]) -> str:
     """The most frequent reason of a conversation's turns; of equally frequent ones the first by name."""
-    return min(turns.dropped, key=lambda reason: (-turns.dropped[reason], reason))
+    return min(dropped, key=lambda reason: (-dropped[reason], reason))
 
 
 def _row(conversation: Conversation, split: str, ids: tuple[int, ...], mask: tuple[int, ...]) -> Row:
     return Row(row_id_of(ids, mask), conversation.conversation_id, conversation.source, split, ids, mask)
 
 
-def _refuse_faults(account: Accounting, strict: bool) -> None:
+def refuse_faults(account: Accounting, strict: bool) -> None:
+    """Raise UserError for the first conversation that was dropped for a fault of its own, if `strict`."""
     faults = [reason for reason in account.dropped if reason not in REASONS_WITHOUT_FAULT]
     if strict and faults:
         named = f"{account.examples[faults[0]][0]}: {faults[0]}"

@@ -93,7 +93,7 @@ def build_turns(
         result.dropped["template_error"] += len(answers)
         result.detail = str(error)
         return result
-    _note_contents(tokenizer, messages, tools, rules, result.noted)
+    note_contents(tokenizer, messages, tools, rules, result.noted)
 
     completions: list[Completion] = []
     for index in answers:
@@ -103,7 +103,7 @@ def build_turns(
     if completions and _rendered_again(tokenizer, messages, tools, rules, outcome) != whole:
         result.dropped["template_not_deterministic"] += len(completions)
         return result
-    result.rows = _group(completions, result.noted)
+    result.rows = group_turns(completions, result.noted)
     return result
 
 
@@ -203,7 +203,7 @@ def _num_supervised(tokenizer: Tokenizer, completion: list[int], rules: Rules, n
     return len(completion)
 
 
-def _group(completions: Sequence[Completion], noted: Counter[str]) -> list[RawRow]:
+def group_turns(completions: Sequence[Completion], noted: Counter[str]) -> list[RawRow]:
     """As few rows as possible: a turn joins a later turn's row that begins with its own ids."""
     rows: list[RawRow] = []
     for turn in reversed(completions):
@@ -227,7 +227,7 @@ def _is_empty(answer: Mapping[str, Any]) -> bool:
     return not answer.get("tool_calls") and not any(isinstance(t, str) and t.strip() for t in texts)
 
 
-def _note_contents(
+def note_contents(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     tools: list[dict[str, Any]] | None,

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.store.answers import ANSWERS_FILE
 from eagle3lab.store.files import TEMPORARY_SUFFIX
 from eagle3lab.store.index import SHARD_DIRECTORY
 from eagle3lab.store.manifest import MANIFEST_FILE, is_store
@@ -22,6 +23,9 @@ def claimed(path: Path) -> Iterator[list[str]]:
     """
     path.mkdir(parents=True, exist_ok=True)
     ours = {MANIFEST_FILE + TEMPORARY_SUFFIX, SHARD_DIRECTORY}
+    ours |= {ANSWERS_FILE, ANSWERS_FILE + TEMPORARY_SUFFIX}
+    if (path / ANSWERS_FILE).is_file():  # answers come before the manifest, and lost ones are logged
+        ours.add("logs")
     foreign = sorted(entry.name for entry in path.iterdir() if entry.name not in ours)
     if foreign and not is_store(path):
         raise UserError(

@@ -46,6 +46,24 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
+def append_durably(path: Path, data: bytes) -> None:
+    """Add `data` to the end of a file and fsync it; when that fails the file is cut back to what it was.
+
+    Raises UserError when the disk is full.
+    """
+    # unbuffered: what a full disk refused must not be tried again when the file is closed
+    with disk_errors(path), open(path, "ab", buffering=0) as file:
+        before = file.tell()
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+        except BaseException:
+            os.ftruncate(file.fileno(), before)
+            raise
+
+
 def sync_directory(path: Path) -> None:
     """Make a rename inside `path` survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)

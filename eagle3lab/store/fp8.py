@@ -8,6 +8,7 @@ from torch import Tensor
 from eagle3lab.config.errors import IntegrityError, Problem
 
 FP8 = torch.float8_e4m3fn
+CHUNK_TOKENS = 64  # at a time: what lies between stays in the processor's cache
 LARGEST = 448.0  # of e4m3; it has no infinity
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
@@ -18,9 +19,18 @@ def quantize(states: Tensor, hidden_size: int) -> tuple[Tensor, Tensor]:
     states: [T, n * hidden_size], finite. Returns values [T, n * hidden_size] and scales [T, n] float32.
     An element keeps 4 significant bits: its error is at most 1/16, about 2.5 % of a vector's norm.
     """
-    slots = states.float().unflatten(-1, (-1, hidden_size))  # shape: [T, n, hidden_size]
-    scales = (slots.abs().amax(-1) / LARGEST).clamp_min(_SMALLEST_SCALE)
-    return (slots / scales.unsqueeze(-1)).to(FP8).flatten(-2), scales
+    num_tokens, num_slots = len(states), states.shape[1] // hidden_size
+    values = torch.empty(states.shape, dtype=FP8)
+    scales = torch.empty(num_tokens, num_slots)
+    buffer = torch.empty(min(CHUNK_TOKENS, num_tokens), num_slots, hidden_size)
+    for start in range(0, num_tokens, CHUNK_TOKENS):
+        part = slice(start, start + CHUNK_TOKENS)
+        slots = buffer[: len(scales[part])]
+        slots.copy_(states[part].unflatten(-1, (-1, hidden_size)))
+        largest = torch.maximum(slots.amax(-1), -slots.amin(-1))
+        scales[part] = (largest / LARGEST).clamp_min_(_SMALLEST_SCALE)
+        values[part].unflatten(-1, (-1, hidden_size)).copy_(slots.div_(scales[part].unsqueeze(-1)))
+    return values, scales
 
 
 def dequantize(values: Tensor, scales: Tensor, hidden_size: int) -> Tensor:

@@ -52,3 +52,8 @@ def plan_hash(rows: Iterable[tuple[str, str, str, int, int]]) -> str:
     for row in rows:
         digest.update(("\t".join(map(str, row)) + "\n").encode())
     return digest.hexdigest()
+
+
+def ids_sha256(token_ids: Sequence[int]) -> str:
+    """Hex sha256 of token ids [T] as little-endian int64."""
+    return hashlib.sha256(np.asarray(token_ids, dtype="<i8").tobytes()).hexdigest()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from eagle3lab.config.errors import IntegrityError, Problem
-from eagle3lab.store.files import disk_errors, write_text
+from eagle3lab.store.files import append_durably, write_text
 from eagle3lab.store.identity import plan_hash
 from eagle3lab.store.manifest import Manifest
 
@@ -125,15 +124,4 @@ def write_index(path: Path, entries: Sequence[ShardEntry]) -> None:
 
 def append_entry(path: Path, entry: ShardEntry) -> None:
     """Add one line and fsync it. On a full disk the index is cut back to what it was."""
-    file = path / INDEX_FILE
-    # unbuffered: what a full disk refused must not be tried again when the file is closed
-    with disk_errors(file), open(file, "ab", buffering=0) as index:
-        before = index.tell()
-        line = memoryview(entry.to_line().encode())
-        try:
-            while line:
-                line = line[index.write(line) :]
-            os.fsync(index.fileno())
-        except BaseException:
-            os.ftruncate(index.fileno(), before)
-            raise
+    append_durably(path / INDEX_FILE, entry.to_line().encode())

@@ -180,16 +180,18 @@ def check_identity(manifest: Manifest, verifier: Any, layer_ids: Sequence[int] =
     `verifier` is a VerifierIdentity or anything with some of its attributes (VerifierFacts); those
     it has are compared, `name` never.
     """
-    problems = [
-        Problem(
-            f"the store is of another verifier ({manifest.verifier.name}): its {name}",
-            value=old,
-            expected=f"{new!r}",
-            fix="model=THE_ONE_THAT_WAS_EXTRACTED, or store=DIRECTORY of this verifier",
+    pairs = _verifier_pairs(manifest.verifier, verifier)
+    other = {name: (old, new) for name, old, new in pairs if old != new}
+    problems = []
+    if other:
+        problems.append(
+            Problem(
+                f"the store is of another verifier ({manifest.verifier.name}); they differ in {', '.join(other)}",
+                value={name: old for name, (old, _) in other.items()},
+                expected=f"{ {name: new for name, (_, new) in other.items()} }",
+                fix="model=THE_ONE_THAT_WAS_EXTRACTED, or store=DIRECTORY of this verifier",
+            )
         )
-        for name, old, new in _verifier_pairs(manifest.verifier, verifier)
-        if old != new
-    ]
     problems += _missing_layers(manifest, layer_ids)
     raise_all(problems)
 

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from eagle3lab.config.errors import IntegrityError, Problem, UserError, raise_all
+from eagle3lab.store.answers import answers_files
 from eagle3lab.store.claim import claimed, remove_leftovers
 from eagle3lab.store.files import sha256_of, write_atomically
 from eagle3lab.store.index import INDEX_FILE, ShardEntry, check_totals, read_index, write_index
@@ -51,13 +52,11 @@ def merge_parts(parts: Sequence[Path], whole: Path) -> Manifest:
         for number in sorted(entries):
             path, entry = entries[number]
             _place(path / entry.file, whole / entry.file, entry.sha256)
-        _place(
-            parts[0] / TOKEN_COUNTS_FILE,
-            whole / TOKEN_COUNTS_FILE,
-            manifests[0].checksums[TOKEN_COUNTS_FILE],
-        )
+        shared = _shared_files(manifests[0])
+        for name in shared:
+            _place(parts[0] / name, whole / name, manifests[0].checksums[name])
         write_index(whole, order)
-        checksums = {name: sha256_of(whole / name) for name in (INDEX_FILE, TOKEN_COUNTS_FILE)}
+        checksums = {name: sha256_of(whole / name) for name in (INDEX_FILE, *shared)}
         manifest = replace(manifest, complete=True, checksums=checksums)
         write_manifest(whole, manifest)
     return manifest
@@ -80,9 +79,10 @@ def _check_parts(parts: Sequence[Path], manifests: Sequence[Manifest]) -> None:
             ours, theirs = getattr(first, name), getattr(manifest, name)
             if ours != theirs:
                 problems.append(Problem(f"{path}: another {name}", theirs, f"{ours!r} as in {parts[0]}"))
-        counts = [m.checksums.get(TOKEN_COUNTS_FILE) for m in (first, manifest)]
-        if manifest.complete and first.complete and counts[0] != counts[1]:
-            problems.append(Problem(f"{path}: other {TOKEN_COUNTS_FILE}", counts[1], f"{counts[0]!r}"))
+        for name in _shared_files(first):
+            ours, theirs = (m.checksums.get(name) for m in (first, manifest))
+            if manifest.complete and first.complete and ours != theirs:
+                problems.append(Problem(f"{path}: other {name}", theirs, f"{ours!r}"))
     given = [manifest.part for manifest in manifests]
     wanted = list(range(first.num_parts))
     if sorted(given) != wanted:
@@ -93,6 +93,11 @@ def _check_parts(parts: Sequence[Path], manifests: Sequence[Manifest]) -> None:
             Problem(f"parts of {first.num_parts} ({', '.join(words)})", sorted(given), f"{wanted}")
         )
     raise_all(problems)
+
+
+def _shared_files(manifest: Manifest) -> list[str]:
+    """The small files that every part holds whole."""
+    return [TOKEN_COUNTS_FILE, *answers_files(manifest.row_settings)]
 
 
 def _read_entries(path: Path, manifest: Manifest) -> list[ShardEntry]:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3lab.config.errors import IntegrityError, Problem
-from eagle3lab.store.files import sha256_of, write_atomically
+from eagle3lab.store.files import write_atomically
 from eagle3lab.store.fp8 import check_scales, dequantize, quantize
 from eagle3lab.store.manifest import FORMAT, Manifest
+from eagle3lab.store.stream import write_safetensors
 
 FLOAT8 = "float8_e4m3"
 INPUT_IDS = "input_ids"
@@ -35,19 +35,20 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, FLOAT8: torch.bf
 _HEADER_DTYPES = {"bfloat16": "BF16", "float32": "F32", FLOAT8: "F8_E4M3"}
 
 
-def write_shard(path: Path, manifest: Manifest, number: int, tensors: Mapping[str, Tensor]) -> str:
+def write_shard(path: Path, manifest: Manifest, number: int, tensors: Mapping[str, Sequence[Tensor]]) -> str:
     """Write one shard at once or not at all; returns the sha256 of the file.
 
     tensors: input_ids [N] int64, loss_mask [N] uint8, aux_hidden_states [N, n_aux * hidden],
-    verifier_last_hidden_states [N, hidden], as they are to lie in the file.
+    verifier_last_hidden_states [N, hidden], as they are to lie in the file, each in pieces along N.
     """
     metadata = _metadata(manifest, number)
-    write_atomically(path, lambda temporary: save_file(dict(tensors), temporary, metadata=metadata))
-    return sha256_of(path)
+    digests: list[str] = []
+    write_atomically(path, lambda temporary: digests.append(write_safetensors(temporary, tensors, metadata)))
+    return digests[0]
 
 
 def encode(tensors: Mapping[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
-    """The tensors of one shard as the store's dtype keeps them: fp8 states with their scales, else as given."""
+    """The tensors of one row as the store's dtype keeps them: fp8 states with their scales, else as given."""
     if manifest.dtype != FLOAT8:
         return dict(tensors)
     hidden = manifest.verifier.hidden_size

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Generic
 
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3lab.config.errors import IntegrityError, Problem
+from eagle3lab.store.answers import answers_files
 from eagle3lab.store.checks import check_states, check_tokens, slot_names
 from eagle3lab.store.claim import claimed, remove_leftovers
 from eagle3lab.store.files import sha256_of, write_atomically
@@ -86,6 +88,7 @@ class StoreWriter(Generic[RowT]):
         self._rows = rows
         self._entries: dict[int, ShardEntry] = {}
         self._claim: ExitStack | None = None
+        self._index_lock = Lock()
         self.shards = plan_shards(rows, shard_tokens)
         shards_of_part(len(self.shards), manifest.part, manifest.num_parts)
 
@@ -125,7 +128,7 @@ class StoreWriter(Generic[RowT]):
         states: (row, aux [T, n_aux * hidden], last [T, hidden], token_ids [T]) for exactly the planned
         rows in their order; CPU tensors of `DTYPES[manifest.dtype]` (bfloat16 for fp8). Raises IntegrityError
         when the token ids are not the row's or states are short, non-finite, all zero or of another dtype;
-        UserError when the disk is full. Nothing is indexed then.
+        UserError when the disk is full. Nothing is indexed then. Several shards may be written at once.
         """
         assert self._claim is not None, "StoreWriter is used outside its `with` block"
         if [row.row_id for row, *_ in states] != [row.row_id for row in self.shards[number]]:
@@ -135,7 +138,7 @@ class StoreWriter(Generic[RowT]):
         if number not in self._own():
             raise ValueError(f"shard {number} belongs to another part")
         rows: list[RowEntry] = []
-        parts: dict[str, list[Tensor]] = {INPUT_IDS: [], LOSS_MASK: [], AUX: [], LAST: []}
+        pieces: dict[str, list[Tensor]] = {}
         offset = 0
         for row, aux, last, token_ids in states:
             ids = torch.tensor(row.input_ids, dtype=torch.int64)
@@ -146,14 +149,15 @@ class StoreWriter(Generic[RowT]):
                 RowEntry(row.row_id, row.conversation_id, row.split, row.source, offset, len(ids), supervised)
             )
             offset += len(ids)
-            for name, tensor in ((INPUT_IDS, ids), (LOSS_MASK, mask), (AUX, aux), (LAST, last)):
-                parts[name].append(tensor)
+            tensors = encode({INPUT_IDS: ids, LOSS_MASK: mask, AUX: aux, LAST: last}, self.manifest)
+            for name, tensor in tensors.items():
+                pieces.setdefault(name, []).append(tensor)
         name = shard_file(number)
-        tensors = {key: torch.cat(values).contiguous() for key, values in parts.items()}
-        digest = write_shard(self.path / name, self.manifest, number, encode(tensors, self.manifest))
+        digest = write_shard(self.path / name, self.manifest, number, pieces)
         entry = ShardEntry(name, digest, offset, tuple(rows))
-        append_entry(self.path, entry)
-        self._entries[number] = entry
+        with self._index_lock:
+            append_entry(self.path, entry)
+            self._entries[number] = entry
 
     def finish(self) -> Manifest:
         """Write the token counts and the complete manifest; returns the manifest.
@@ -170,7 +174,8 @@ class StoreWriter(Generic[RowT]):
             write_index(self.path, [self._entries[number] for number in sorted(order)])
         counts = count_supervised_tokens(self._rows, self.manifest.verifier.vocab_size)
         write_atomically(self.path / TOKEN_COUNTS_FILE, lambda path: save_file({TOKEN_COUNTS: counts}, path))
-        checksums = {name: sha256_of(self.path / name) for name in (INDEX_FILE, TOKEN_COUNTS_FILE)}
+        names = [INDEX_FILE, TOKEN_COUNTS_FILE, *answers_files(self.manifest.row_settings)]
+        checksums = {name: sha256_of(self.path / name) for name in names}
         self.manifest = replace(self.manifest, complete=True, checksums=checksums)
         write_manifest(self.path, self.manifest)
         return self.manifest

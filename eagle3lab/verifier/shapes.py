@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from eagle3lab.config.schema import ModelConfig, Shapes
 
+from .checkpoint import tensor_index
 from .facts import read_facts
 from .layer_ids import check_aux_layer_ids, default_aux_layer_ids
 from .locate import locate_verifier
 
 
 def shapes_of(model: ModelConfig) -> Shapes:
-    """The configured shapes, else those of the checkpoint's config.json."""
+    """The configured shapes, else those of the checkpoint: its config.json and the headers of its files."""
     if model.shapes is not None:
         return model.shapes
     facts = read_facts(locate_verifier(model))
     fields = {f.name: getattr(facts, f.name) for f in dataclasses.fields(Shapes) if hasattr(facts, f.name)}
-    return Shapes(**{**fields, "num_parameters": 0})
+    tensors = tensor_index(facts.path).values()
+    num_parameters = sum(math.prod(tensor.shape) for tensor in tensors)
+    num_bytes = sum(tensor.end - tensor.start for tensor in tensors)
+    return Shapes(
+        **{**fields, "num_parameters": num_parameters, "bytes_per_parameter": num_bytes / num_parameters}
+    )
 
 
 def layer_ids_of(ids: list[int] | None, shapes: Shapes) -> tuple[int, ...]:

@@ -51,6 +51,11 @@ def test_the_users_own_command_has_no_problem() -> None:
         ("optim.lr=7", "optim.lr: 7.0; expected a number in (0, 1]", "optim.lr=1"),
         ("draft.ttt_steps=0", "draft.ttt_steps: 0", "draft.ttt_steps=1"),
         (
+            "data.sampling.temperature=0.3",
+            "data.sampling is set but data.regenerate is false: {'temperature': 0.3}",
+            "data.regenerate=true",
+        ),
+        (
             "noise.scale=0.3",
             "noise.scale is set but noise.kind is none",
             "noise.kind=uniform noise.scale=0.3",

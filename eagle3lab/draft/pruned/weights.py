@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-
 ALL = slice(None)
 
 
