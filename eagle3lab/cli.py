@@ -105,6 +105,7 @@ def run_extract(cfg: ExtractRoot, invocation: Invocation) -> None:
         num_devices_per_node=hardware.num_devices or 1,
         num_tokens=cfg.data.max_tokens,
         dtype=cfg.extract.dtype,
+        last_state=cfg.extract.last_state,
     )
     if cfg.plan:
         answers = cfg.data.sampling if cfg.data.regenerate else None

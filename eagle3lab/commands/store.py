@@ -140,6 +140,11 @@ def _verify(arguments: argparse.Namespace) -> None:
     for i in track(range(len(reader)), "rows", console=console, disable=not console.is_terminal):
         reader.read(i)
     print(f"{len(reader):,} rows: ids and masks are those of their row ids, states finite and nowhere zero")
+    if not manifest.all_last_states:
+        count = sum(row.num_last_states for row in reader.rows)
+        print(
+            f"last states: {count:,} of {manifest.num_tokens:,} tokens, all that training can use by the masks"
+        )
     _check_counts(reader)
     if answers_files(manifest.row_settings):
         print(f"answers: {check_answers(reader)}")

@@ -15,6 +15,7 @@ from .flops import flops_per_token
 from .schema import (
     DraftConfig,
     HardwareConfig,
+    LastState,
     OptimConfig,
     OptimKind,
     Precision,
@@ -58,6 +59,7 @@ class StoreCounts:
     num_tokens: int
     supervised_share: float
     dtype: StoreDtype
+    last_state: LastState = LastState.all
 
     @classmethod
     def read(cls, store: Path) -> StoreCounts | None:
@@ -67,7 +69,9 @@ class StoreCounts:
             return None
         values = json.loads(manifest.read_text())
         tokens = int(values["num_tokens"])
-        return cls(tokens, int(values["num_supervised"]) / max(tokens, 1), StoreDtype(values["dtype"]))
+        share = int(values["num_supervised"]) / max(tokens, 1)
+        last_state = LastState(values.get("last_state_rows", LastState.all.value))
+        return cls(tokens, share, StoreDtype(values["dtype"]), last_state)
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,9 @@ def plan_training(
             )
         )
     store_dtype = store.dtype if store else StoreDtype.bfloat16
-    store_bytes = stored_bytes_per_token(shapes.hidden_size, num_aux, store_dtype)
+    # of supervised last states there is about one more per answer
+    last_share = share if store and store.last_state is LastState.supervised else 1.0
+    store_bytes = stored_bytes_per_token(shapes.hidden_size, num_aux, store_dtype, last_share)
     updates = _num_updates(train, store.num_tokens if store else None, tokens_per_update)
     return TrainPlan(
         size=size,
@@ -222,10 +228,15 @@ def _num_updates(train: TrainerConfig, store_tokens: int | None, tokens_per_upda
 _STORED = {StoreDtype.bfloat16: (2, 0), StoreDtype.float32: (4, 0), StoreDtype.float8_e4m3: (1, 4)}
 
 
-def stored_bytes_per_token(hidden_size: int, num_aux: int, dtype: StoreDtype = StoreDtype.bfloat16) -> int:
-    """Bytes of one token in a store: the aux states, the last state, id (8) and mask (1)."""
+def stored_bytes_per_token(
+    hidden_size: int, num_aux: int, dtype: StoreDtype = StoreDtype.bfloat16, last_share: float = 1.0
+) -> int:
+    """Bytes of one token in a store: the aux states, the last state, id (8) and mask (1).
+
+    last_share: of the tokens that have a last state.
+    """
     per_value, per_state = _STORED[dtype]
-    return (num_aux + 1) * (hidden_size * per_value + per_state) + 9
+    return round((num_aux + last_share) * (hidden_size * per_value + per_state)) + 9
 
 
 @dataclass(frozen=True)
@@ -235,6 +246,7 @@ class ExtractPlan:
     num_tokens: int | None
     disk_gb: float | None
     bytes_per_token: int
+    min_bytes_per_token: int  # less where last states are kept only where supervised: if nothing is
     weights_gib_per_device: float
     device_memory_gib: float | None
     tokens_per_second: float | None
@@ -254,9 +266,14 @@ def plan_extraction(
     num_devices_per_node: int,
     num_tokens: int | None,
     dtype: StoreDtype = StoreDtype.bfloat16,
+    last_state: LastState = LastState.all,
 ) -> ExtractPlan:
-    """Plan an extraction; `num_tokens` where the data bound it (`data.max_tokens`)."""
+    """Plan an extraction; `num_tokens` where the data bound it (`data.max_tokens`).
+
+    How many tokens are supervised is not known before the data are read: bytes are those of all last states.
+    """
     per_token = stored_bytes_per_token(shapes.hidden_size, num_layer_ids, dtype)
+    least = 0.0 if last_state is LastState.supervised else 1.0
     active = shapes.num_active_parameters or shapes.num_parameters
     devices = num_devices_per_node * hardware.num_nodes
     speed = None
@@ -266,6 +283,7 @@ def plan_extraction(
         num_tokens=num_tokens,
         disk_gb=num_tokens * per_token / 1e9 if num_tokens else None,
         bytes_per_token=per_token,
+        min_bytes_per_token=stored_bytes_per_token(shapes.hidden_size, num_layer_ids, dtype, least),
         weights_gib_per_device=shapes.num_parameters
         * shapes.bytes_per_parameter
         / hardware.engine.tensor_parallel

@@ -57,12 +57,22 @@ def describe_extraction(
             f"(tensor parallel {hardware.engine.tensor_parallel})",
             f"  tokens               {_amount(plan.num_tokens, 'at most {:,}', 'as many as the data hold')}",
             *([_describe_answers(answers)] if answers else []),
-            f"  store                {plan.bytes_per_token:,} bytes per token, {_amount(plan.disk_gb, '{:.2f} GB', 'size unknown')}",
+            f"  store                {_store_bytes(plan)}",
             f"  speed                {_amount(plan.tokens_per_second, '{:,.0f} tokens/s', no_peak)}",
             f"  write to the store   {_amount(plan.write_gb_per_second, '{:.2f} GB/s', no_peak)}",
             f"  time                 {_amount(plan.hours, '{:.2f} h', 'unknown')}"
             + (" for the states, after the answers" if answers else ""),
         ]
+    )
+
+
+def _store_bytes(plan: ExtractPlan) -> str:
+    size = _amount(plan.disk_gb, "{:.2f} GB", "size unknown")
+    if plan.min_bytes_per_token == plan.bytes_per_token:
+        return f"{plan.bytes_per_token:,} bytes per token, {size}"
+    return (
+        f"{plan.min_bytes_per_token:,} to {plan.bytes_per_token:,} bytes per token, at most {size}: "
+        "the last state only where supervised"
     )
 
 

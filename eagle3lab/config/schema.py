@@ -70,6 +70,13 @@ class StoreDtype(Enum):
     float8_e4m3 = "float8_e4m3"  # with an fp32 scale per token and layer
 
 
+class LastState(Enum):
+    """At which positions a store keeps the verifier's last state."""
+
+    all = "all"
+    supervised = "supervised"  # where it can be a training target, see `store.last_states`
+
+
 class NoiseKind(Enum):
     none = "none"
     uniform = "uniform"
@@ -336,6 +343,7 @@ class ExtractorConfig:
     backend: Backend = Backend.auto
     layer_ids: list[int] | None = None  # default: the model's aux layers
     dtype: StoreDtype = StoreDtype.bfloat16
+    last_state: LastState = LastState.all  # supervised: smaller, and training is the same to the bit
     batch_tokens: int = 2048  # tokens of one forward pass, padding included where the backend pads
     shard_tokens: int = 16384
     part: int = 0  # of extract.num_parts machines, from 0; each writes its share to a store of its own

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from eagle3lab.data.shift import Batch
+from eagle3lab.data.shift import LAST_KEPT, SCALES, STATES, Batch
 
 PADDING_DOCUMENT = -1
 _PER_ROW = ("lengths", "row_index")
+_OF_KEPT = (STATES[1], STATES[1] + SCALES)  # in place of every position, beside LAST_KEPT
+
+Places = list[tuple[int, int]]  # [start, end) in a pack, ascending
 
 
 def create_collate_fn(max_len: int, *, pin_memory: bool = False) -> Callable[[Sequence[Batch]], Batch]:
@@ -34,11 +38,17 @@ def collate_rows(samples: Sequence[Batch], max_len: int, pin_memory: bool = Fals
     total = int(lengths.sum())
     if total > max_len:
         raise ValueError(f"rows of {lengths.tolist()} tokens make {total}, more than the pack's {max_len}")
+    starts = (lengths.cumsum(0) - lengths).tolist()
+    everywhere = [[(start, start + n)] for start, n in zip(starts, lengths.tolist(), strict=True)]
+    kept = everywhere
+    if LAST_KEPT in samples[0]:
+        kept = [_runs(sample[LAST_KEPT], start) for sample, start in zip(samples, starts, strict=True)]
     batch: Batch = {}
     for name in samples[0]:
         parts = [sample[name] for sample in samples]
+        places = kept if name in _OF_KEPT else everywhere
         batch[name] = (
-            torch.cat(parts) if name in _PER_ROW else _pack(name, parts, lengths, max_len, pin_memory)
+            torch.cat(parts) if name in _PER_ROW else _pack(name, parts, places, max_len, pin_memory)
         )
     document_ids = torch.full((max_len,), PADDING_DOCUMENT, dtype=torch.long, pin_memory=pin_memory)
     document_ids[:total] = torch.repeat_interleave(torch.arange(len(samples)), lengths)
@@ -46,18 +56,29 @@ def collate_rows(samples: Sequence[Batch], max_len: int, pin_memory: bool = Fals
     return batch
 
 
-def _pack(name: str, parts: Sequence[Tensor], lengths: Tensor, max_len: int, pin_memory: bool) -> Tensor:
-    """Copy the parts one after the other, then zeros: [1, max_len, ...]."""
+def _runs(marked: Tensor, start: int) -> Places:
+    """The marked stretches of a row [L] that begins at `start` of its pack."""
+    edges = np.flatnonzero(np.diff(marked.numpy().astype(np.int8), prepend=0, append=0)) + start
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+def _pack(name: str, parts: Sequence[Tensor], places: Sequence[Places], max_len: int, pin: bool) -> Tensor:
+    """Copy every part to its places, one after the other; zeros between and behind them: [1, max_len, ...]."""
     first = parts[0]
-    packed = torch.empty((max_len, *first.shape[1:]), dtype=first.dtype, pin_memory=pin_memory)
-    start = 0
-    for part, length in zip(parts, lengths.tolist(), strict=True):
+    packed = torch.empty((max_len, *first.shape[1:]), dtype=first.dtype, pin_memory=pin)
+    end = 0  # of what is written
+    for part, own in zip(parts, places, strict=True):
+        length = sum(stop - start for start, stop in own)
         if part.shape[1:] != first.shape[1:] or part.dtype != first.dtype or part.shape[0] != length:
             raise ValueError(
                 f"{name}: a sample of {list(part.shape)} {part.dtype} does not go with "
                 f"{[length, *first.shape[1:]]} {first.dtype}"
             )
-        packed[start : start + length].copy_(part)  # without the interpreter lock
-        start += length
-    packed[start:] = 0
+        taken = 0
+        for start, stop in own:
+            packed[end:start] = 0
+            # without the interpreter lock
+            packed[start:stop].copy_(part[taken : taken + stop - start])
+            taken, end = taken + stop - start, stop
+    packed[end:] = 0
     return packed.unsqueeze(0)

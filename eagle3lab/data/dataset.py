@@ -17,8 +17,9 @@ from eagle3lab.data.legacy import StandardizeFn, standardize_data_v1
 from eagle3lab.data.noise import TransformTensors
 from eagle3lab.data.packing import Unweighted
 from eagle3lab.data.sample_files import SampleFiles
-from eagle3lab.data.shift import SCALES, STATES, Batch, shift_batch
+from eagle3lab.data.shift import LAST_KEPT, SCALES, STATES, Batch, shift_batch
 from eagle3lab.data.supervision import apply_supervision
+from eagle3lab.store import shards
 from eagle3lab.store.manifest import check_layer_ids, is_store
 from eagle3lab.store.reader import StoreReader
 from eagle3lab.store.shards import AUX, AUX_SCALES, INPUT_IDS, LAST, LAST_SCALES, LOSS_MASK
@@ -31,6 +32,7 @@ _NAMES = {  # in a store, in a sample
     LAST: STATES[1],
     AUX_SCALES: STATES[0] + SCALES,
     LAST_SCALES: STATES[1] + SCALES,
+    shards.LAST_KEPT: LAST_KEPT,
 }
 
 
@@ -88,8 +90,9 @@ class Eagle3SampleFileDataset(Dataset[Batch]):
     shift are an error; nothing is cut. aux_layer_ids: the store's layers to read (default: all).
     transform: applied before the shift. hidden_states_dtype: default as stored. raw: a store's states as they
     lie in its mapped files, not copied and their values not looked at, fp8 with hidden_states_scales [L, n] and
-    verifier_last_hidden_states_scales [L, 1] beside it: for a collate function that copies them and a reader
-    that passes packs through `data.raw`. supervision: which predictions the loss mask marks, see
+    verifier_last_hidden_states_scales [L, 1] beside it, last states that the store does not hold left out (see
+    `shift.LAST_KEPT`; they are zeros in items that are not raw): for a collate function that copies them and a
+    reader that passes packs through `data.raw`. supervision: which predictions the loss mask marks, see
     `apply_supervision`.
 
     `datapath=` and `file_list=` are the names of speculators 0.3/0.4 for a directory and a list; with

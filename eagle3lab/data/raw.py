@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from eagle3lab.data.shift import SCALES, STATES, Batch
+from eagle3lab.data.shift import LAST_KEPT, SCALES, STATES, Batch
 from eagle3lab.store.fp8 import dequantize
 
 
@@ -63,7 +63,10 @@ class StateCheck:
 
 
 def states_are_sound(batch: Batch) -> Tensor:
-    """Whether no state of a pack's rows looks NaN, infinite or all zero: a bool on the pack's device."""
+    """Whether no state of a pack's rows looks NaN, infinite or all zero: a bool on the pack's device.
+
+    A last state that the store does not keep is zero, and nothing reads it.
+    """
     hidden_size = batch["verifier_last_hidden_states"].shape[-1]
     padding = batch["document_ids"][0] < 0  # shape: [S]
     sound = torch.ones((), dtype=torch.bool, device=padding.device)
@@ -73,5 +76,6 @@ def states_are_sound(batch: Batch) -> Tensor:
             slots = batch[name][0].unflatten(-1, (-1, hidden_size))  # shape: [S, n, hidden_size]
             norms = torch.linalg.vector_norm(slots, dim=-1)
             good = ((norms > 0) & torch.isfinite(norms)).all(dim=-1)  # shape: [S]
-            sound &= (good | padding).all()
+            left_out = ~batch[LAST_KEPT][0] if name == STATES[1] and LAST_KEPT in batch else padding
+            sound &= (good | left_out).all()
     return sound

@@ -46,7 +46,8 @@ def _manifest(path: Path, extract_command: str) -> str | Finding:
     share = manifest.num_supervised / max(1, manifest.num_tokens)
     found = (
         f"{path}: {manifest.num_rows:,} rows, {manifest.num_tokens:,} tokens, {share:.0%} supervised, "
-        f"layers {list(manifest.layer_ids)}, {manifest.dtype}, of {manifest.verifier.name}"
+        f"layers {list(manifest.layer_ids)}{'' if manifest.all_last_states else ', last states where supervised'}, "
+        f"{manifest.dtype}, of {manifest.verifier.name}"
     )
     return (
         found if manifest.complete else warn(f"{found}: not finished", f"{extract_command}    (it goes on)")

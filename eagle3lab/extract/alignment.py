@@ -89,20 +89,29 @@ def measure(
     facts: VerifierFacts,
     edge: EdgeWeights,
     tolerance: Tolerance,
+    last_kept: Sequence[Tensor] | None = None,
 ) -> SelfTestReport:
-    """All figures of the self-test over the tokens of all samples."""
+    """All figures of the self-test over the tokens of all samples.
+
+    last_kept: bool [T] of every sample, where its last state is one; elsewhere it is not looked at. In some
+    sample there must be one.
+    """
     slot_errors: list[list[Tensor]] = [[] for _ in layer_ids]
     last_errors, logit_errors, kls, agreements = [], [], [], []
-    for states, reference in zip(samples, references, strict=True):
+    for i, (states, reference) in enumerate(zip(samples, references, strict=True)):
+        keep = slice(None) if last_kept is None else last_kept[i]
         slots = states.aux.float().split(facts.hidden_size, dim=-1)
         for errors, slot, layer_id in zip(slot_errors, slots, layer_ids, strict=True):
             errors.append(relative_errors(slot, reference.hidden[layer_id]))
-        last_errors.append(relative_errors(states.last.float(), reference.pre_norm))
-        logits = verifier_logits(states.last.float(), edge, facts.rms_norm_eps).float()
-        logit_errors.append(relative_errors(_centered(logits), _centered(reference.logits)))
-        log_p = reference.logits.log_softmax(-1)
+        last, wanted = states.last[keep].float(), reference.logits[keep]
+        if not len(last):
+            continue
+        last_errors.append(relative_errors(last, reference.pre_norm[keep]))
+        logits = verifier_logits(last, edge, facts.rms_norm_eps).float()
+        logit_errors.append(relative_errors(_centered(logits), _centered(wanted)))
+        log_p = wanted.log_softmax(-1)
         kls.append((log_p.exp() * (log_p - logits.log_softmax(-1))).sum(-1))
-        agreements.append(_same_argmax(logits, reference.logits, tolerance.logit_error))
+        agreements.append(_same_argmax(logits, wanted, tolerance.logit_error))
     q = tolerance.quantile
     return SelfTestReport(
         rows=len(samples),

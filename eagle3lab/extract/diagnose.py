@@ -47,15 +47,19 @@ def diagnose(
     references: Sequence[Reference],
     layer_ids: Sequence[int],
     report: SelfTestReport,
+    last_kept: Sequence[Tensor] | None = None,
 ) -> str:
-    """One sentence that names what the measured errors point to."""
+    """One sentence that names what the measured errors point to. last_kept: as of `measure`."""
+    everywhere = [torch.ones(len(s.token_ids), dtype=torch.bool) for s in samples]
+    last_kept = last_kept or everywhere
     num_layers = len(references[0].hidden) - 1
     hidden_size = references[0].pre_norm.shape[-1]
     aux = []
     for slot, layer_id in enumerate(layer_ids):
         columns = slice(slot * hidden_size, (slot + 1) * hidden_size)
-        aux.append(_best_match([s.aux[:, columns].float() for s in samples], references, layer_id))
-    last = _best_match([s.last.float() for s in samples], references, num_layers)
+        slots = [s.aux[:, columns].float() for s in samples]
+        aux.append(_best_match(slots, references, layer_id, everywhere))
+    last = _best_match([s.last.float() for s in samples], references, num_layers, last_kept)
     everything = [*aux, last]
     bound = report.tolerance.state_error
 
@@ -84,7 +88,7 @@ def diagnose(
     if all(match.scaled_error <= bound and abs(match.scale - 1) > bound for match in everything):
         return f"all states are scaled by {last.scale:.4g}: another dtype or a scale that was not undone"
     if all(match.own_error <= bound for match in everything):
-        if stray := _stray_tokens(samples, references, layer_ids, bound):
+        if stray := _stray_tokens(samples, references, layer_ids, bound, last_kept):
             return stray
         return (
             "the states are right but final norm + head do not give the verifier's distribution: the head or "
@@ -106,7 +110,9 @@ def diagnose(
     )
 
 
-def _best_match(slots: Sequence[Tensor], references: Sequence[Reference], own: int) -> Match:
+def _best_match(
+    slots: Sequence[Tensor], references: Sequence[Reference], own: int, kept: Sequence[Tensor]
+) -> Match:
     num_layers = len(references[0].hidden) - 1
     candidates: dict[int | str, list[Tensor]] = {
         k: [r.hidden[k] for r in references] for k in range(num_layers)
@@ -114,20 +120,23 @@ def _best_match(slots: Sequence[Tensor], references: Sequence[Reference], own: i
     candidates[num_layers] = [r.pre_norm for r in references]
     candidates[POST_NORM] = [r.hidden[num_layers] for r in references]
     errors = {
-        (layer, shift): _median_error(slots, tensors, shift)
+        (layer, shift): _median_error(slots, tensors, shift, kept)
         for layer, tensors in candidates.items()
         for shift in SHIFTS
     }
     (layer, shift), error = min(errors.items(), key=lambda item: item[1])
-    got, want = torch.cat(list(slots)), torch.cat(candidates[own])
+    where = torch.cat(list(kept))
+    got, want = torch.cat(list(slots))[where], torch.cat(candidates[own])[where]
     scale = float((got * want).sum() / want.square().sum().clamp_min(1e-12))
     scaled = float(relative_errors(got / scale, want).median()) if scale else float("inf")
     return Match(
-        own, errors[own, 0], layer, shift, error, _shift_votes(slots, candidates[own]), scale, scaled
+        own, errors[own, 0], layer, shift, error, _shift_votes(slots, candidates[own], kept), scale, scaled
     )
 
 
-def _shift_votes(slots: Sequence[Tensor], tensors: Sequence[Tensor]) -> dict[int, float]:
+def _shift_votes(
+    slots: Sequence[Tensor], tensors: Sequence[Tensor], kept: Sequence[Tensor]
+) -> dict[int, float]:
     """Which neighbour each token fits best.
 
     A vote and not an error: with the ids moved, the reference saw one token more or less than the
@@ -136,8 +145,8 @@ def _shift_votes(slots: Sequence[Tensor], tensors: Sequence[Tensor]) -> dict[int
     best = [
         torch.stack(
             [relative_errors(slot[1:-1], tensor[1 + s : len(tensor) - 1 + s]) for s in SHIFTS]
-        ).argmin(0)
-        for slot, tensor in zip(slots, tensors, strict=True)
+        ).argmin(0)[keep[1:-1]]
+        for slot, tensor, keep in zip(slots, tensors, kept, strict=True)
         if len(slot) > 2
     ]
     votes = torch.cat(best) if best else torch.zeros(1)
@@ -145,14 +154,20 @@ def _shift_votes(slots: Sequence[Tensor], tensors: Sequence[Tensor]) -> dict[int
 
 
 def _stray_tokens(
-    samples: Sequence[States], references: Sequence[Reference], layer_ids: Sequence[int], bound: float
+    samples: Sequence[States],
+    references: Sequence[Reference],
+    layer_ids: Sequence[int],
+    bound: float,
+    last_kept: Sequence[Tensor],
 ) -> str:
     """Tokens that are wrong while most are right, as mixed up batches, chunks or caches leave them."""
     wrong: list[tuple[int, int]] = []
     for i, (states, reference) in enumerate(zip(samples, references, strict=True)):
         got = torch.cat([states.aux, states.last], dim=-1).float().split(reference.pre_norm.shape[-1], dim=-1)
         want = [*(reference.hidden[k] for k in layer_ids), reference.pre_norm]
-        errors = torch.stack([relative_errors(g, w) for g, w in zip(got, want, strict=True)]).amax(0)
+        errors = torch.stack([relative_errors(g, w) for g, w in zip(got, want, strict=True)])
+        errors[-1] = errors[-1].where(last_kept[i], 0.0)
+        errors = errors.amax(0)
         wrong += [(i, int(t)) for t in (errors > bound).nonzero()]
     if not wrong:
         return ""
@@ -163,16 +178,16 @@ def _stray_tokens(
     )
 
 
-def _median_error(slots: Sequence[Tensor], tensors: Sequence[Tensor], shift: int) -> float:
+def _median_error(
+    slots: Sequence[Tensor], tensors: Sequence[Tensor], shift: int, kept: Sequence[Tensor]
+) -> float:
     """Median over tokens, so that a wrong token at a border does not hide what fits everywhere else."""
     pieces = []
-    for slot, tensor in zip(slots, tensors, strict=True):
+    for slot, tensor, keep in zip(slots, tensors, kept, strict=True):
         n = len(slot)
-        pieces.append(
-            relative_errors(
-                slot[max(0, -shift) : n - max(0, shift)], tensor[max(0, shift) : n - max(0, -shift)]
-            )
-        )
+        here = slice(max(0, -shift), n - max(0, shift))
+        errors = relative_errors(slot[here], tensor[max(0, shift) : n - max(0, -shift)])
+        pieces.append(errors[keep[here]])
     joined = torch.cat(pieces)
     return float(joined.median()) if len(joined) else float("inf")
 

@@ -10,12 +10,20 @@ import torch
 from rich.console import Console
 
 from eagle3lab.config.errors import Problem, UserError
-from eagle3lab.config.schema import Backend, DataConfig, ExtractorConfig, HardwareConfig, ModelConfig
+from eagle3lab.config.schema import (
+    Backend,
+    DataConfig,
+    ExtractorConfig,
+    HardwareConfig,
+    LastState,
+    ModelConfig,
+)
 from eagle3lab.engines.base import Engine, EngineError, SecondOpinion
 from eagle3lab.engines.request import EngineRequest
 from eagle3lab.engines.select import DTYPES, build_engine, pick_backend, pick_device
 from eagle3lab.extract.alignment import SelfTestReport, tolerance_for
 from eagle3lab.extract.capture import capture_shards, timed
+from eagle3lab.extract.disk_need import describe_disk, disk_bytes, state_bytes
 from eagle3lab.extract.progress import CaptureProgress
 from eagle3lab.extract.reference import Reference, reference_forward
 from eagle3lab.extract.regenerate import copy_answers, refuse_other_kind, regenerate_rows
@@ -26,7 +34,7 @@ from eagle3lab.rows.build import build_rows
 from eagle3lab.rows.rows import Row, RowSet
 from eagle3lab.rows.sample import describe_sample
 from eagle3lab.rows.tokenizer import load_tokenizer
-from eagle3lab.store.disk import check_free_space, estimate_bytes
+from eagle3lab.store.disk import check_free_space
 from eagle3lab.store.manifest import Manifest, VerifierIdentity, is_store, read_manifest
 from eagle3lab.store.merge import part_directory
 from eagle3lab.store.plan import rows_of_part
@@ -36,8 +44,6 @@ from eagle3lab.verifier.facts import VerifierFacts, read_facts, weight_fingerpri
 from eagle3lab.verifier.layer_ids import check_aux_layer_ids, default_aux_layer_ids
 from eagle3lab.verifier.locate import locate_verifier
 from eagle3lab.verifier.weights import load_edge_weights
-
-BYTES_PER_TOKEN_BESIDE_STATES = 9  # its id and its mask
 
 
 def extract_store(
@@ -84,24 +90,24 @@ def extract_store(
     else:
         with timed(seconds, "rows"):
             rowset = build_rows(data, model, facts, num_workers=extract.num_render_workers)
-    manifest = plan_manifest(model, facts, rowset, layer_ids, extract.dtype.value)
+    manifest = plan_manifest(model, facts, rowset, layer_ids, extract.dtype.value, extract.last_state)
     manifest = replace(manifest, part=extract.part, num_parts=extract.num_parts)
     if regenerated is not None:
         manifest.row_settings |= regenerated.row_settings
     own = rows_of_part(rowset.rows, extract.shard_tokens, extract.part, extract.num_parts)
     num_tokens = sum(len(row.input_ids) for row in own)
-    num_bytes = estimate_bytes(num_tokens, facts.hidden_size, len(layer_ids), manifest.dtype)
-    report = ExtractReport(store, len(own), num_tokens, num_bytes, seconds=seconds)
+    report = ExtractReport(store, len(own), num_tokens, state_bytes(own, manifest), seconds=seconds)
     report.generated = regenerated.generated if regenerated else None
     if extract.num_parts > 1:
         _say(console, _part_line(whole, extract.part, extract.num_parts, len(own), len(rowset.rows)))
 
-    pending_tokens = _open_existing(store, manifest, rowset.rows, extract.shard_tokens, console)
-    if pending_tokens == 0:
+    pending = _open_existing(store, manifest, rowset.rows, extract.shard_tokens, console)
+    if not pending:
         _say(console, "\n".join(rowset.accounting.lines()))
         return report
     _say(console, describe_sample(rowset, load_tokenizer(model, path)))
-    _refuse_full_disk(store, pending_tokens, manifest, console)
+    _say(console, describe_disk(store, pending, manifest))
+    check_free_space(store, disk_bytes(pending, manifest))
 
     dtype, device = DTYPES[hardware.precision], pick_device(hardware)
     picks = sample_indices([len(row.input_ids) for row in rowset.rows], extract.self_test_rows)
@@ -178,7 +184,12 @@ def verifier_identity(facts: VerifierFacts, name: str) -> VerifierIdentity:
 
 
 def plan_manifest(
-    model: ModelConfig, facts: VerifierFacts, rowset: RowSet, layer_ids: Sequence[int], dtype: str
+    model: ModelConfig,
+    facts: VerifierFacts,
+    rowset: RowSet,
+    layer_ids: Sequence[int],
+    dtype: str,
+    last_state: LastState = LastState.all,
 ) -> Manifest:
     """What the store will say about itself; the engine is added once it runs."""
     return Manifest(
@@ -187,6 +198,7 @@ def plan_manifest(
         template_hash=rowset.template_hash,
         template_args_hash=rowset.template_args_hash,
         layer_ids=tuple(layer_ids),
+        last_state_rows=last_state.value,
         dtype=dtype,
         engine={},
         accounting=rowset.accounting.as_dict(),
@@ -196,22 +208,20 @@ def plan_manifest(
 
 def _open_existing(
     store: Path, manifest: Manifest, rows: Sequence[Row], shard_tokens: int, console: Console
-) -> int:
-    """Tokens that are still to be captured; refuses a store of another plan before a model is loaded."""
+) -> list[Row]:
+    """Rows that are still to be captured; refuses a store of another plan before a model is loaded."""
     if not is_store(store):
-        own = rows_of_part(rows, shard_tokens, manifest.part, manifest.num_parts)
-        return sum(len(row.input_ids) for row in own)
+        return rows_of_part(rows, shard_tokens, manifest.part, manifest.num_parts)
     as_stored = replace(manifest, engine=read_manifest(store).engine)  # compared once the engine runs
     with StoreWriter(store, as_stored, rows, shard_tokens) as writer:
-        pending = sum(len(row.input_ids) for _, shard in writer.pending() for row in shard)
-        if pending == 0:
+        pending = [row for _, shard in writer.pending() for row in shard]
+        if not pending:
             writer.finish()
         for note in writer.notes:
             _say(console, note)
         if pending and writer.num_tokens_done:
-            _say(
-                console, f"going on: {writer.num_tokens_done:,} tokens are in the store, {pending:,} are left"
-            )
+            left = sum(len(row.input_ids) for row in pending)
+            _say(console, f"going on: {writer.num_tokens_done:,} tokens are in the store, {left:,} are left")
     return pending
 
 
@@ -220,18 +230,6 @@ def _part_line(whole: Path, part: int, num_parts: int, num_rows: int, num_all: i
         f"part {part} of {num_parts}: {num_rows:,} of {num_all:,} rows. When all parts are there, join them: "
         f"python -m eagle3lab store merge {whole} {whole}.part*of{num_parts}"
     )
-
-
-def _refuse_full_disk(store: Path, num_tokens: int, manifest: Manifest, console: Console) -> None:
-    hidden_size, num_ids = manifest.verifier.hidden_size, len(manifest.layer_ids)
-    needed = estimate_bytes(num_tokens, hidden_size, num_ids, manifest.dtype)
-    needed += BYTES_PER_TOKEN_BESIDE_STATES * num_tokens
-    _say(
-        console,
-        f"disk: {num_tokens:,} tokens x {num_ids + 1} states x {hidden_size} x {manifest.dtype} = "
-        f"{needed / 2**20:,.1f} MiB in {store}",
-    )
-    check_free_space(store, needed)
 
 
 def _self_test(

@@ -8,17 +8,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eagle3lab.config.errors import IntegrityError, Problem
+from eagle3lab.config.errors import IntegrityError, Problem, UserError
 from eagle3lab.engines.base import Engine, States, check_states
 from eagle3lab.extract.alignment import SelfTestReport, Tolerance, measure, tolerance_for
 from eagle3lab.extract.diagnose import diagnose
 from eagle3lab.extract.reference import Reference, reference_forward
 from eagle3lab.store.fp8 import FP8, dequantize, quantize
+from eagle3lab.store.last_states import kept_positions
 from eagle3lab.store.reader import StoreReader
 from eagle3lab.verifier.facts import VerifierFacts
 from eagle3lab.verifier.weights import EdgeWeights, load_edge_weights
 
 MAX_TOKENS = 512  # of one sampled row; a causal state does not depend on what follows
+ANSWER_TOKENS = 64  # of one row at least, also behind a prompt of about that length or more
 STORE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8_e4m3": FP8}
 
 
@@ -83,22 +85,16 @@ def self_test_store(
 ) -> SelfTestReport:
     """Hold sampled rows of a store against a fresh forward of the verifier in `path`.
 
+    Last states are tested where the store keeps them.
+
     Args:
         dtype: of the reference forward; the bounds follow the coarser of it, the store's engine and storage.
     Raises:
         IntegrityError: with the measured errors and the suspect.
+        UserError: the store keeps no last state at all.
     """
     manifest = reader.manifest
-    samples = []
-    for i in sample_indices([row.length for row in reader.rows], num_rows):
-        row = reader.read(i)
-        samples.append(
-            States(
-                row["input_ids"][:MAX_TOKENS].long(),
-                row["aux_hidden_states"][:MAX_TOKENS],
-                row["verifier_last_hidden_states"][:MAX_TOKENS],
-            )
-        )
+    samples, last_kept = _sample(reader, num_rows)
     references = reference_forward(
         path,
         facts,
@@ -119,7 +115,35 @@ def self_test_store(
         where=f"store {reader.path}",
         fix=f"model.path=DIRECTORY of the checkpoint that wrote it ({manifest.verifier.name}), or write "
         "another store: python extract.py store=NEW_DIRECTORY",
+        last_kept=last_kept,
     )
+
+
+def _sample(reader: StoreReader, num_rows: int) -> tuple[list[States], list[Tensor]]:
+    """The first MAX_TOKENS of sampled rows, and where they have a last state, bool [T]: somewhere at least."""
+    whole = reader.manifest.all_last_states
+    usable = [i for i, row in enumerate(reader.rows) if row.num_last_states]
+    if not usable:
+        what = f"the store {reader.path} keeps no last state, since none of its rows has a supervised token"
+        raise UserError(Problem(what, fix="other data, or extract.last_state=all"))
+    if not whole:  # a share of a handful of tokens says little: the rows with the longer answers
+        richest = sorted(usable, key=lambda i: -reader.rows[i].num_last_states)
+        usable = sorted(richest[: max(num_rows, -(-len(usable) // 2))])
+    picks = [usable[j] for j in sample_indices([reader.rows[i].length for i in usable], num_rows)]
+    if whole:
+        kept = [torch.ones(reader.rows[i].length, dtype=torch.bool) for i in picks]
+    else:
+        kept = [kept_positions(reader.read_mask(i)) for i in picks]
+    ends = [MAX_TOKENS] * len(picks)
+    firsts = [int(marked.nonzero()[0]) for marked in kept]
+    earliest = firsts.index(min(firsts))
+    ends[earliest] = max(MAX_TOKENS, firsts[earliest] + ANSWER_TOKENS)
+    samples = []
+    for i, end in zip(picks, ends, strict=True):
+        row = reader.read(i)
+        ids, states = row["input_ids"][:end].long(), row["aux_hidden_states"][:end]
+        samples.append(States(ids, states, row["verifier_last_hidden_states"][:end]))
+    return samples, [marked[:end] for marked, end in zip(kept, ends, strict=True)]
 
 
 def check_alignment(
@@ -132,14 +156,19 @@ def check_alignment(
     *,
     where: str,
     fix: str,
+    last_kept: Sequence[Tensor] | None = None,
 ) -> SelfTestReport:
-    """Measure, and on a figure out of bounds raise `IntegrityError` that names the suspect."""
-    report = measure(samples, references, layer_ids, facts, edge, tolerance)
+    """Measure, and on a figure out of bounds raise `IntegrityError` that names the suspect.
+
+    last_kept: bool [T] of every sample, where its last state is one; default: everywhere.
+    """
+    report = measure(samples, references, layer_ids, facts, edge, tolerance, last_kept)
     if report.passed:
         return report
+    suspect = diagnose(samples, references, layer_ids, report, last_kept)
     raise IntegrityError(
         Problem(
-            f"alignment self-test failed for {where}: {diagnose(samples, references, layer_ids, report)}",
+            f"alignment self-test failed for {where}: {suspect}",
             str(report),
             f"argmax agreement >= {tolerance.argmax_agreement}, KL <= {tolerance.kl}, logits <= "
             f"{tolerance.logit_error}, states <= {tolerance.state_error}",

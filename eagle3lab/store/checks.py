@@ -42,13 +42,19 @@ def check_states(
     slots: Sequence[str],
     dtype: torch.dtype,
     where: str,
+    num_last: int | None = None,
 ) -> None:
     """Raise IntegrityError unless the states of one row are whole, finite and nowhere all zero.
 
-    aux: [T, len(slots) * hidden_size], last: [T, hidden_size]. `slots` names the aux slots in messages.
+    aux: [T, len(slots) * hidden_size], last: [num_last, hidden_size], by default [T, hidden_size]. `slots`
+    names the aux slots in messages.
     """
-    for name, states, num_slots in (("aux states", aux, len(slots)), ("last state", last, 1)):
-        shape = [length, num_slots * hidden_size]
+    num_last = length if num_last is None else num_last
+    for name, states, count, width in (
+        ("aux states", aux, length, len(slots) * hidden_size),
+        ("last state", last, num_last, hidden_size),
+    ):
+        shape = [count, width]
         if list(states.shape) != shape:
             raise IntegrityError(
                 Problem(f"{name} of {where}: shape", list(states.shape), expected=f"{shape}")
@@ -56,7 +62,7 @@ def check_states(
         if states.dtype != dtype:
             raise IntegrityError(Problem(f"{name} of {where}: dtype", str(states.dtype), expected=str(dtype)))
     check_values(aux.reshape(length, len(slots), hidden_size), slots, where)
-    check_values(last.reshape(length, 1, hidden_size), ["last state"], where)
+    check_values(last.reshape(num_last, 1, hidden_size), ["last state"], where)
 
 
 def check_values(states: Tensor, slots: Sequence[str], where: str) -> None:

@@ -11,13 +11,16 @@ BYTES_PER_VALUE = {"bfloat16": 2, "float32": 4, "float8_e4m3": 1}
 BYTES_PER_SCALE = {"float8_e4m3": 4}  # one for every token and state
 
 
-def estimate_bytes(num_tokens: int, hidden_size: int, num_layer_ids: int, dtype: str) -> int:
-    """Bytes of the hidden states: tokens x (aux layers + the last state) x hidden x bytes per value.
+def estimate_bytes(
+    num_tokens: int, hidden_size: int, num_layer_ids: int, dtype: str, num_last_states: int | None = None
+) -> int:
+    """Bytes of the hidden states: (tokens x aux layers + last states) x hidden x bytes per value.
 
-    fp8 adds its scales. Ids and masks add 9 bytes per token, which is below 0.1 % from hidden 2048 on.
+    num_last_states: default one per token. fp8 adds its scales. Ids and masks add 9 bytes per token, which is below 0.1 % from hidden 2048 on.
     """
     bytes_per_state = hidden_size * BYTES_PER_VALUE[dtype] + BYTES_PER_SCALE.get(dtype, 0)
-    return num_tokens * (num_layer_ids + 1) * bytes_per_state
+    num_last = num_tokens if num_last_states is None else num_last_states
+    return (num_tokens * num_layer_ids + num_last) * bytes_per_state
 
 
 def check_free_space(path: Path, num_bytes: int) -> None:

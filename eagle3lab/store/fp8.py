@@ -43,6 +43,8 @@ def dequantize(values: Tensor, scales: Tensor, hidden_size: int) -> Tensor:
 
 def check_scales(scales: Tensor, where: str) -> None:
     """Raise IntegrityError unless every scale is a finite positive number."""
+    if not scales.numel():
+        return
     smallest, largest = torch.aminmax(scales)  # NaN is both, and neither comparison holds for it
     if not (smallest > 0 and largest < torch.inf):
         wrong = int((~(torch.isfinite(scales) & (scales > 0))).sum())

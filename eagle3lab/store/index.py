@@ -19,7 +19,11 @@ SHARD_DIRECTORY = "shards"
 
 @dataclass(frozen=True, slots=True)
 class RowEntry:
-    """One row of a shard: tokens [offset, offset + length) of its tensors."""
+    """One row of a shard: tokens [offset, offset + length) of its tensors.
+
+    num_last_states: how many of them have a last state, None for all; those lie in the row's order, behind
+    those of the rows before it.
+    """
 
     row_id: str
     conversation_id: str
@@ -28,6 +32,12 @@ class RowEntry:
     offset: int
     length: int
     supervised: int
+    num_last_states: int | None = None
+
+    @property
+    def last_length(self) -> int:
+        """Last states of the row."""
+        return self.length if self.num_last_states is None else self.num_last_states
 
 
 @dataclass(frozen=True)
@@ -43,8 +53,17 @@ class ShardEntry:
     def number(self) -> int:
         return int(Path(self.file).stem)
 
+    @property
+    def num_last_states(self) -> int:
+        """Last states of all its rows."""
+        return sum(row.last_length for row in self.rows)
+
     def to_line(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False, separators=(",", ":")) + "\n"
+        values = asdict(self)
+        for row in values["rows"]:
+            if row["num_last_states"] is None:
+                del row["num_last_states"]
+        return json.dumps(values, ensure_ascii=False, separators=(",", ":")) + "\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> ShardEntry:
@@ -59,6 +78,8 @@ class ShardEntry:
             for row in rows:
                 if row.offset != end or row.length < 1:
                     raise ValueError(f"row {row.row_id} does not start where the one before it ends")
+                if not 0 <= row.last_length <= row.length:
+                    raise ValueError(f"row {row.row_id} has {row.last_length} last states")
                 end += row.length
             if end != entry.num_tokens:
                 raise ValueError(f"the rows of {entry.file} have {end} tokens, not {entry.num_tokens}")

@@ -25,6 +25,7 @@ class Inventory:
     num_rows: dict[str, int]  # by split
     num_tokens: int
     num_supervised: int
+    num_last_states: int
     num_shards: int
     num_bytes: int  # of all files
     lengths: dict[int, int]  # smallest power of two that holds the row -> rows
@@ -43,6 +44,7 @@ class Inventory:
             "num_tokens": self.num_tokens,
             "num_supervised": self.num_supervised,
             "supervised_share": self.supervised_share,
+            "num_last_states": self.num_last_states,
             "num_shards": self.num_shards,
             "num_bytes": self.num_bytes,
             "lengths": self.lengths,
@@ -68,6 +70,7 @@ class Inventory:
             *_answers_lines(m.row_settings),
             f"states       layers {list(m.layer_ids)} ({m.layer_convention}) and the last one ({m.last_state}), "
             f"{m.dtype}",
+            *self._last_states_lines(),
             f"engine       {', '.join(f'{key} {value}' for key, value in m.engine.items())}",
             f"rows         {sum(self.num_rows.values()):,} ({rows})",
             f"tokens       {self.num_tokens:,}, {self.num_supervised:,} supervised ({self.supervised_share:.1%})",
@@ -85,6 +88,14 @@ class Inventory:
             for bound, count in self.lengths.items()
         ]
         return lines
+
+    def _last_states_lines(self) -> list[str]:
+        if self.manifest.all_last_states:
+            return []
+        share = self.num_last_states / max(1, self.num_tokens)
+        return [
+            f"             the last one only where it can be a target: {self.num_last_states:,} tokens ({share:.1%})"
+        ]
 
 
 def _answers_lines(row_settings: Mapping[str, Any]) -> list[str]:
@@ -115,6 +126,7 @@ def take_inventory(path: Path) -> Inventory:
         num_rows=dict(Counter(row.split for row in rows)),
         num_tokens=sum(row.length for row in rows),
         num_supervised=sum(row.supervised for row in rows),
+        num_last_states=sum(row.last_length for row in rows),
         num_shards=len(entries),
         num_bytes=sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),
         lengths=dict(sorted(bounds.items())),

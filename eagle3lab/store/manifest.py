@@ -11,17 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from eagle3lab.config.errors import IntegrityError, Problem, UserError, raise_all
+from eagle3lab.config.schema import LastState
 from eagle3lab.store.disk import BYTES_PER_VALUE
 from eagle3lab.store.files import write_text
 
 FORMAT = "eagle3lab-store"
 FORMAT_VERSION = 2
-READABLE_VERSIONS = (1, 2)  # 1 had no checksums of the manifest and the small files, and no parts
+SOME_LAST_STATES_VERSION = 3  # 2 with `last_state_rows`; a store that keeps all last states stays 2
+READABLE_VERSIONS = (1, 2, 3)  # 1 had no checksums of the manifest and the small files, and no parts
 MANIFEST_FILE = "manifest.json"
 LAYER_CONVENTION = "hf_hidden_states"  # id k is the output of decoder layer k, counted from 1
 LAST_STATE = "pre_norm"  # residual stream after the last layer, before the final norm
 
-_MEANING = {"planned_rows_hash": "planned_rows_hash (the rows, their order or their split)"}
+_MEANING = {
+    "planned_rows_hash": "planned_rows_hash (the rows, their order or their split)",
+    "last_state_rows": "last_state_rows (extract.last_state)",
+}
 _WRITTEN_LATER = ("complete", "accounting", "row_settings", "format_version", "checksums")
 _OF_UNFINISHED_WORK = ("engine", "shard_tokens")
 
@@ -55,6 +60,7 @@ class Manifest:
     layer_ids: tuple[int, ...]
     layer_convention: str = LAYER_CONVENTION
     last_state: str = LAST_STATE
+    last_state_rows: str = LastState.all.value  # at which positions, see `last_states.kept_positions`
     dtype: str  # "bfloat16", "float32", or "float8_e4m3" with an fp32 scale per token and slot
     engine: dict[str, str]  # name and versions
     accounting: dict[str, Any] = field(default_factory=dict)
@@ -71,9 +77,18 @@ class Manifest:
 
     def __post_init__(self) -> None:
         self.layer_ids = tuple(int(k) for k in self.layer_ids)
+        if not self.all_last_states:
+            self.format_version = SOME_LAST_STATES_VERSION
+
+    @property
+    def all_last_states(self) -> bool:
+        """Whether the last state is there at every position."""
+        return self.last_state_rows == LastState.all.value
 
     def to_json(self) -> str:
         values = json.loads(json.dumps({"format": FORMAT, **asdict(self)}))
+        if self.all_last_states:
+            del values["last_state_rows"]
         return json.dumps({**values, "sha256": _seal(values)}, indent=2, sort_keys=True) + "\n"
 
     def of_whole(self) -> Manifest:
@@ -119,6 +134,10 @@ def read_manifest(path: Path) -> Manifest:
             raise ValueError("it is not marked as a store")
         version = values["format_version"]
         if version in READABLE_VERSIONS:
+            if ("last_state_rows" in values) != (version == SOME_LAST_STATES_VERSION):
+                raise ValueError(
+                    f"last_state_rows does not belong to format version {version}, or is missing"
+                )
             verifier = VerifierIdentity(**values.pop("verifier"))
             manifest = Manifest(verifier=verifier, **values)
             _check_fields(manifest)
@@ -144,6 +163,7 @@ def _check_fields(manifest: Manifest) -> None:
         raise ValueError(f"layer_convention {manifest.layer_convention!r} is not {LAYER_CONVENTION!r}")
     if manifest.last_state != LAST_STATE:
         raise ValueError(f"last_state {manifest.last_state!r} is not {LAST_STATE!r}")
+    LastState(manifest.last_state_rows)
     if not 0 <= manifest.part < manifest.num_parts:
         raise ValueError(f"part {manifest.part} of {manifest.num_parts} does not exist")
     if not manifest.layer_ids or len(set(manifest.layer_ids)) != len(manifest.layer_ids):

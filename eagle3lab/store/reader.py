@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -17,6 +17,7 @@ from eagle3lab.store.checks import check_states, slot_names
 from eagle3lab.store.files import sha256_of
 from eagle3lab.store.identity import row_id_of
 from eagle3lab.store.index import ShardEntry, check_totals, read_index, shard_file
+from eagle3lab.store.last_states import kept_positions, spread
 from eagle3lab.store.manifest import Manifest, is_store, read_manifest
 from eagle3lab.store.shards import (
     AUX,
@@ -24,6 +25,7 @@ from eagle3lab.store.shards import (
     FLOAT8,
     INPUT_IDS,
     LAST,
+    LAST_KEPT,
     LOSS_MASK,
     TOKEN_COUNTS,
     TOKEN_COUNTS_FILE,
@@ -41,7 +43,8 @@ _MAPPED_SHARDS = 256
 
 @dataclass(frozen=True, slots=True)
 class RowRecord:
-    """Where a row lies. `length` and `supervised` count its tokens before any shift."""
+    """Where a row lies. `length` and `supervised` count its tokens before any shift; `num_last_states` those
+    that have a last state, in the shard from `last_offset` on."""
 
     row_id: str
     conversation_id: str
@@ -51,6 +54,8 @@ class RowRecord:
     shard: int
     offset: int
     source: str
+    last_offset: int
+    num_last_states: int
 
 
 class StoreReader:
@@ -100,7 +105,7 @@ class StoreReader:
             )
         entries = self._read_index()
         for entry in entries:
-            check_header(self.path / entry.file, self.manifest, entry.number, entry.num_tokens)
+            check_header(self.path / entry.file, self.manifest, entry)
         if verify == "full":
             self._check_bytes(entries)
 
@@ -131,7 +136,9 @@ class StoreReader:
         input_ids [T] int64, loss_mask [T] uint8, aux_hidden_states [T, n * hidden] and
         verifier_last_hidden_states [T, hidden] in the store's dtype, or in bfloat16 for an fp8 store; with
         `raw` that one gives float8_e4m3 states and their scales, aux_scales [T, n] and
-        verifier_last_scales [T, 1], instead. `check=False` goes with `raw` and leaves the states' values to a
+        verifier_last_scales [T, 1], instead. Where the store keeps only the last states that training can use
+        the others are zeros; with `raw` they are left out, so that the last states and their scales are
+        [M, ...], and verifier_last_kept [T] bool says where they belong. `check=False` goes with `raw` and leaves the states' values to a
         reader that looks at them elsewhere (`data.raw.StateCheck`). Raises IntegrityError when the ids and
         mask do not hash to the row's id, a scale is not finite and positive, or a state is not finite or all
         zero.
@@ -141,11 +148,13 @@ class StoreReader:
         record = self.rows[i]
         shard = self._open(record.shard)
         tokens = slice(record.offset, record.offset + record.length)
+        last_states = slice(record.last_offset, record.last_offset + record.num_last_states)
         ids, mask = self._ids_and_mask(i)
+        kept = None if self.manifest.all_last_states else self._kept(i, mask)
         layer_ids = self.manifest.layer_ids
         if columns is not None:
             layer_ids = tuple(layer_ids[c] for c in columns)
-        stored = slice_states(shard, self.manifest, tokens, columns)
+        stored = slice_states(shard, self.manifest, tokens, columns, last_states)
         if self.manifest.dtype == FLOAT8:
             check_stored_scales(stored, self._where(i))
         states = decode(stored, self.manifest) if check or not raw else stored
@@ -158,11 +167,14 @@ class StoreReader:
                 slots=slot_names(layer_ids),
                 dtype=DTYPES[self.manifest.dtype],
                 where=self._where(i),
+                num_last=record.num_last_states,
             )
         if raw:
             states = stored
         if copy:  # a slice is a view into the whole mapped file, writable within this process
             states = {name: tensor.clone() for name, tensor in states.items()}
+        if kept is not None:
+            states = {**states, **({LAST_KEPT: kept} if raw else {LAST: spread(states[LAST], kept)})}
         return {INPUT_IDS: ids, LOSS_MASK: mask, **states}
 
     def read_mask(self, i: int) -> Tensor:
@@ -190,20 +202,7 @@ class StoreReader:
 
     def _read_index(self) -> list[ShardEntry]:
         entries, torn = read_index(self.path)
-        self.rows = [
-            RowRecord(
-                row_id=row.row_id,
-                conversation_id=row.conversation_id,
-                split=row.split,
-                length=row.length,
-                supervised=row.supervised,
-                shard=entry.number,
-                offset=row.offset,
-                source=row.source,
-            )
-            for entry in entries
-            for row in entry.rows
-        ]
+        self.rows = [record for entry in entries for record in _records(entry)]
         check_totals(self.path, self.manifest, entries, torn)
         for name, expected in self.manifest.checksums.items():
             digest = sha256_of(self.path / name)
@@ -230,6 +229,17 @@ class StoreReader:
             raise IntegrityError(Problem(f"{self._where(i)}: ids and mask do not hash to its row id"))
         return ids, mask
 
+    def _kept(self, i: int, mask: Tensor) -> Tensor:
+        """Where row i has a last state, bool [T]: from its mask, held against the index."""
+        kept, expected = kept_positions(mask), self.rows[i].num_last_states
+        if int(kept.sum()) != expected:
+            raise IntegrityError(
+                Problem(
+                    f"{self._where(i)}: last states by its mask", int(kept.sum()), f"{expected} as indexed"
+                )
+            )
+        return kept
+
     def _open(self, number: int) -> dict[str, Tensor]:
         if self._process != os.getpid():
             self._shards, self._process, self._lock = OrderedDict(), os.getpid(), Lock()
@@ -244,3 +254,21 @@ class StoreReader:
     def _where(self, i: int) -> str:
         record = self.rows[i]
         return f"{self.path / shard_file(record.shard)}: row {record.row_id[:12]} ({record.source})"
+
+
+def _records(entry: ShardEntry) -> Iterator[RowRecord]:
+    last_offset = 0
+    for row in entry.rows:
+        yield RowRecord(
+            row_id=row.row_id,
+            conversation_id=row.conversation_id,
+            split=row.split,
+            length=row.length,
+            supervised=row.supervised,
+            shard=entry.number,
+            offset=row.offset,
+            source=row.source,
+            last_offset=last_offset,
+            num_last_states=row.last_length,
+        )
+        last_offset += row.last_length

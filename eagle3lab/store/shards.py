@@ -1,7 +1,8 @@
 """One shard: the concatenated rows of a few thousand tokens in one safetensors file.
 
 In an fp8 store the two state tensors are float8_e4m3 and their scales, one per token and slot, lie beside
-them: aux_scales [N, n_aux] and verifier_last_scales [N, 1].
+them: aux_scales [N, n_aux] and verifier_last_scales [N, 1]. A store of supervised last states has M in place
+of N for the last state and its scales: see `last_states`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from eagle3lab.config.errors import IntegrityError, Problem
 from eagle3lab.store.files import write_atomically
 from eagle3lab.store.fp8 import check_scales, dequantize, quantize
+from eagle3lab.store.index import ShardEntry
 from eagle3lab.store.manifest import FORMAT, Manifest
 from eagle3lab.store.stream import write_safetensors
 
@@ -28,6 +30,7 @@ AUX = "aux_hidden_states"
 LAST = "verifier_last_hidden_states"
 AUX_SCALES = "aux_scales"
 LAST_SCALES = "verifier_last_scales"
+LAST_KEPT = "verifier_last_kept"  # in no file: follows from the loss mask
 TOKEN_COUNTS_FILE = "token_counts.safetensors"
 TOKEN_COUNTS = "token_counts"
 # a store's dtype -> that of the states which the writer takes and the reader gives
@@ -39,7 +42,7 @@ def write_shard(path: Path, manifest: Manifest, number: int, tensors: Mapping[st
     """Write one shard at once or not at all; returns the sha256 of the file.
 
     tensors: input_ids [N] int64, loss_mask [N] uint8, aux_hidden_states [N, n_aux * hidden],
-    verifier_last_hidden_states [N, hidden], as they are to lie in the file, each in pieces along N.
+    verifier_last_hidden_states [N or M, hidden], as they are to lie in the file, each in pieces along N.
     """
     metadata = _metadata(manifest, number)
     digests: list[str] = []
@@ -65,7 +68,7 @@ def check_stored_scales(stored: Mapping[str, Tensor], where: str) -> None:
 
 
 def decode(stored: Mapping[str, Tensor], manifest: Manifest) -> dict[str, Tensor]:
-    """aux_hidden_states [T, n * hidden] and verifier_last_hidden_states [T, hidden] in `DTYPES`."""
+    """aux_hidden_states [T, n * hidden] and verifier_last_hidden_states [T or M, hidden] in `DTYPES`."""
     if manifest.dtype != FLOAT8:
         return dict(stored)
     hidden = manifest.verifier.hidden_size
@@ -85,7 +88,11 @@ def map_shard(path: Path) -> dict[str, Tensor]:
 
 
 def slice_states(
-    shard: Mapping[str, Tensor], manifest: Manifest, tokens: slice, columns: Sequence[int] | None
+    shard: Mapping[str, Tensor],
+    manifest: Manifest,
+    tokens: slice,
+    columns: Sequence[int] | None,
+    last_states: slice,
 ) -> dict[str, Tensor]:
     """Views of the states of some tokens as they lie in a mapped shard; `columns` selects aux slots."""
     hidden = manifest.verifier.hidden_size
@@ -98,7 +105,7 @@ def slice_states(
         else:
             stored[name] = torch.cat([part[tokens, c * width : (c + 1) * width] for c in columns], dim=1)
     for name in (LAST, LAST_SCALES) if manifest.dtype == FLOAT8 else (LAST,):
-        stored[name] = shard[name][tokens]
+        stored[name] = shard[name][last_states]
     return stored
 
 
@@ -110,18 +117,19 @@ def open_shard(path: Path) -> Any:
         raise IntegrityError(Problem(f"{path} cannot be read as a shard ({error})")) from error
 
 
-def check_header(path: Path, manifest: Manifest, number: int, num_tokens: int) -> None:
+def check_header(path: Path, manifest: Manifest, entry: ShardEntry) -> None:
     """Raise IntegrityError unless the file is whole and its shapes, dtypes and origin are the store's."""
+    number, num_tokens, num_last = entry.number, entry.num_tokens, entry.num_last_states
     hidden = manifest.verifier.hidden_size
     expected = {
         INPUT_IDS: ([num_tokens], "I64"),
         LOSS_MASK: ([num_tokens], "U8"),
         AUX: ([num_tokens, len(manifest.layer_ids) * hidden], _HEADER_DTYPES[manifest.dtype]),
-        LAST: ([num_tokens, hidden], _HEADER_DTYPES[manifest.dtype]),
+        LAST: ([num_last, hidden], _HEADER_DTYPES[manifest.dtype]),
     }
     if manifest.dtype == FLOAT8:
         expected[AUX_SCALES] = ([num_tokens, len(manifest.layer_ids)], "F32")
-        expected[LAST_SCALES] = ([num_tokens, 1], "F32")
+        expected[LAST_SCALES] = ([num_last, 1], "F32")
     with open_shard(path) as file:
         found = {}
         for name in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
@@ -149,4 +157,6 @@ def _metadata(manifest: Manifest, number: int) -> dict[str, str]:
         "last_state": manifest.last_state,
         "weight_fingerprint": manifest.verifier.weight_fingerprint,
     }
+    if not manifest.all_last_states:
+        origin["last_state_rows"] = manifest.last_state_rows
     return {FORMAT: json.dumps(origin, sort_keys=True)}

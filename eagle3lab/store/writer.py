@@ -29,6 +29,7 @@ from eagle3lab.store.index import (
     shard_file,
     write_index,
 )
+from eagle3lab.store.last_states import kept_positions, num_kept
 from eagle3lab.store.manifest import (
     Manifest,
     check_resumable,
@@ -127,8 +128,8 @@ class StoreWriter(Generic[RowT]):
 
         states: (row, aux [T, n_aux * hidden], last [T, hidden], token_ids [T]) for exactly the planned
         rows in their order; CPU tensors of `DTYPES[manifest.dtype]` (bfloat16 for fp8). Raises IntegrityError
-        when the token ids are not the row's or states are short, non-finite, all zero or of another dtype;
-        UserError when the disk is full. Nothing is indexed then. Several shards may be written at once.
+        when the token ids are not the row's or states, also those of them that are not kept, are short,
+        non-finite, all zero or of another dtype; UserError when the disk is full. Nothing is indexed then. Several shards may be written at once.
         """
         assert self._claim is not None, "StoreWriter is used outside its `with` block"
         if [row.row_id for row, *_ in states] != [row.row_id for row in self.shards[number]]:
@@ -144,9 +145,21 @@ class StoreWriter(Generic[RowT]):
             ids = torch.tensor(row.input_ids, dtype=torch.int64)
             mask = torch.tensor(row.loss_mask, dtype=torch.uint8)
             self._check_row(row, ids, mask, aux, last, token_ids)
-            supervised = int(mask.sum())
+            num_last = None
+            if not self.manifest.all_last_states:
+                last = last[kept_positions(mask)]
+                num_last = len(last)
             rows.append(
-                RowEntry(row.row_id, row.conversation_id, row.split, row.source, offset, len(ids), supervised)
+                RowEntry(
+                    row.row_id,
+                    row.conversation_id,
+                    row.split,
+                    row.source,
+                    offset,
+                    len(ids),
+                    int(mask.sum()),
+                    num_last,
+                )
             )
             offset += len(ids)
             tensors = encode({INPUT_IDS: ids, LOSS_MASK: mask, AUX: aux, LAST: last}, self.manifest)
@@ -183,6 +196,9 @@ class StoreWriter(Generic[RowT]):
     def _own(self) -> range:
         return shards_of_part(len(self.shards), self.manifest.part, self.manifest.num_parts)
 
+    def _num_last(self, row: RowT) -> int | None:
+        return None if self.manifest.all_last_states else num_kept(row.loss_mask)
+
     def _check_row(
         self, row: RowT, ids: Tensor, mask: Tensor, aux: Tensor, last: Tensor, token_ids: Tensor
     ) -> None:
@@ -215,10 +231,11 @@ class StoreWriter(Generic[RowT]):
             self.notes.append(f"cut the last line of {INDEX_FILE}, torn by an interrupted run")
         for entry in entries:
             planned = self.shards[entry.number] if entry.number in self._own() else []
-            if [row.row_id for row in planned] != [row.row_id for row in entry.rows]:
+            wanted_rows = [(row.row_id, self._num_last(row)) for row in planned]
+            if wanted_rows != [(row.row_id, row.num_last_states) for row in entry.rows]:
                 raise IntegrityError(Problem(f"{self.path}: {entry.file} does not hold its planned rows"))
             try:
-                check_header(self.path / entry.file, self.manifest, entry.number, entry.num_tokens)
+                check_header(self.path / entry.file, self.manifest, entry)
             except IntegrityError as error:
                 self.notes.append(f"writing {entry.file} again: {error}")
             else:

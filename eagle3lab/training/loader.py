@@ -13,14 +13,14 @@ import torch
 from eagle3lab.config.flops import StepWork
 from eagle3lab.data.dataset import Eagle3SampleFileDataset
 from eagle3lab.data.raw import StateCheck, dequantize_batch
-from eagle3lab.data.shift import SCALES, STATES, Batch
+from eagle3lab.data.shift import LAST_KEPT, SCALES, STATES, Batch
 
 from .run_plan import RunPlan
 
 # read on the host: on the device they would make every step wait for it
 HOST_KEYS = ("row_index", "lengths")
 HOST_PREFIX = "host_"  # of whatever else stays beside the batch
-_WORK = "host_work"  # never leaves the loader
+_WORK, _BYTES = "host_work", "host_bytes"  # never leave the loader
 PACKS_READY = 1  # read and waiting, beside one per thread; a pack of 8192 at hidden 4096 takes 268 MB
 
 
@@ -112,6 +112,7 @@ class PackLoader:
 
     def _pack(self, rows: Sequence[int]) -> Batch:
         batch = self.collate([self.data[row] for row in rows])
+        batch[_BYTES] = state_bytes(batch)
         if self.count_work is not None:
             batch[_WORK] = self.count_work(batch)
         if self.prepare is not None:
@@ -123,7 +124,7 @@ class PackLoader:
 
     def _count(self, batch: Batch) -> None:
         self.packs += 1
-        self.bytes_read += state_bytes(batch)
+        self.bytes_read += batch.pop(_BYTES)
         work = batch.pop(_WORK, None)
         if work is not None:
             self.work = work if self.work is None else self.work + work
@@ -175,10 +176,15 @@ class PackLoader:
 
 
 def state_bytes(batch: Batch) -> int:
-    """Bytes of a pack's states and scales as they lie in the store, padding left out."""
-    tensors = [batch[key] for name in STATES for key in (name, name + SCALES) if key in batch]
-    per_token = sum(tensor[0, 0].nbytes for tensor in tensors)
-    return per_token * int(batch["lengths"].sum())
+    """Bytes of a pack's states and scales as they lie in the store: without padding and what is left out."""
+    num_tokens = int(batch["lengths"].sum())
+    kept = int(batch[LAST_KEPT].sum()) if LAST_KEPT in batch else num_tokens
+    return sum(
+        batch[key][0, 0].nbytes * count
+        for name, count in zip(STATES, (num_tokens, kept), strict=True)
+        for key in (name, name + SCALES)
+        if key in batch
+    )
 
 
 def _travels(key: str, value: Any) -> bool:

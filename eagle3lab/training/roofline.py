@@ -152,7 +152,8 @@ def find_limit(
         return Limit(
             "data",
             f"{steady.wait_share:.1%} of the time training waited for packs; a larger "
-            "hardware.num_loader_threads, a faster disk, or a store with extract.dtype=float8_e4m3",
+            "hardware.num_loader_threads, a faster disk, or a store with extract.dtype=float8_e4m3 "
+            "or extract.last_state=supervised",
         )
     if mfu is None:
         return Limit("compute", "nothing else took time (MFU n/a: hardware.peak_tflops is not set)")

@@ -134,7 +134,8 @@ def test_a_store_of_another_verifier_is_refused(
         "train.py", "model=local", "model.name=other", f"model.path={other}", "model.aux_layer_ids=[1,2,3]",
         "hardware=cpu", "store=stores/tiny-demo", expect=2,
     )  # fmt: skip
-    assert "the store is of another verifier (tiny): its weight_fingerprint" in done.stderr
+    assert "the store is of another verifier (tiny); they differ in weight_fingerprint: {" in done.stderr
+    assert "; expected {" in done.stderr
     assert "store=DIRECTORY of this verifier" in done.stderr
 
 

@@ -88,6 +88,23 @@ def test_inspect_says_what_is_inside_without_torch(store: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code, str(store)], cwd=ROOT, check=False).returncode == 0
 
 
+def test_a_store_of_supervised_last_states_says_so_and_verifies(
+    run_command: Callable, workspace: Path
+) -> None:
+    run_command("extract.py", *EXTRACT, "store=supervised", "extract.last_state=supervised")
+    path = workspace / "supervised"
+    reader = StoreReader(path)
+    num_last = sum(row.num_last_states for row in reader.rows)
+    assert reader.manifest.num_supervised <= num_last < reader.manifest.num_tokens
+    text = command("inspect", path).stdout
+    assert "(complete, format 3)" in text
+    assert f"the last one only where it can be a target: {num_last:,} tokens" in text
+    assert json.loads(command("inspect", path, "--json").stdout)["num_last_states"] == num_last
+    text = command("verify", path, "--model-path", asset_path("tiny")).stdout
+    assert f"last states: {num_last:,} of {reader.manifest.num_tokens:,} tokens" in text
+    assert "alignment self-test passed" in text
+
+
 def test_inspect_decodes_a_sample_and_warns_of_another_tokenizer(store: Path, tmp_path: Path) -> None:
     text = command("inspect", store, "--model-path", asset_path("tiny")).stdout
     assert "[[" in text.partition("--- ")[2]

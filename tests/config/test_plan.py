@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from eagle3lab.config.errors import UserError
 from eagle3lab.config.plan import StoreCounts, TrainPlan, draft_size, plan_extraction, plan_training
-from eagle3lab.config.plan_text import describe_training, require_fit
+from eagle3lab.config.plan_text import describe_extraction, describe_training, require_fit
 from eagle3lab.config.schema import (
     DraftConfig,
     HardwareConfig,
+    LastState,
     OptimConfig,
     OptimKind,
     Precision,
@@ -108,6 +110,19 @@ def test_the_planned_bytes_are_those_that_the_store_estimates(dtype: StoreDtype)
     assert plan.disk_gb == pytest.approx(1000 * plan.bytes_per_token / 1e9)
 
 
+@pytest.mark.parametrize("dtype", StoreDtype)
+def test_the_plan_of_supervised_last_states_is_a_range(dtype: StoreDtype) -> None:
+    """How much is supervised is known once the data are read: between nothing and everything."""
+    kinds = {"num_layer_ids": 3, "num_devices_per_node": 1, "num_tokens": 1000, "dtype": dtype}
+    plan = plan_extraction(QWEN3_8B, H200, **kinds, last_state=LastState.supervised)
+    whole = plan_extraction(QWEN3_8B, H200, **kinds)
+    assert plan.min_bytes_per_token == estimate_bytes(1, 4096, 3, dtype.value, 0) + 9
+    assert plan.bytes_per_token == whole.bytes_per_token == whole.min_bytes_per_token
+    text = describe_extraction(plan, H200, {})
+    assert f"{plan.min_bytes_per_token:,} to {plan.bytes_per_token:,} bytes per token, at most 0." in text
+    assert f"  {whole.bytes_per_token:,} bytes per token, 0." in describe_extraction(whole, H200, {})
+
+
 def test_a_store_tells_the_plan_its_size_its_supervised_share_and_its_bytes(tmp_path: Path) -> None:
     assert StoreCounts.read(tmp_path) is None
     manifest = {"num_tokens": 970_000, "num_supervised": 242_500, "dtype": "float8_e4m3"}
@@ -119,6 +134,10 @@ def test_a_store_tells_the_plan_its_size_its_supervised_share_and_its_bytes(tmp_
         draft, train = DraftConfig(name="eagle3", step=step), TrainerConfig(seq_len=8192, max_epochs=2)
         return plan_training(draft, QWEN3_8B, H200, train, num_aux=3, num_devices_per_node=1, store=store)
 
+    some = replace(store, last_state=LastState.supervised)
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"last_state_rows": "supervised"}))
+    assert StoreCounts.read(tmp_path) == some
+    assert plan(some, TrainingStep.pruned).store_bytes_per_token == round(3.25 * (4096 + 4)) + 9
     pruned, reference = plan(store, TrainingStep.pruned), plan(store, TrainingStep.reference)
     assert pruned.num_updates == 2 * round(970_000 / 0.97 / 8192)
     assert pruned.store_bytes_per_token == 4 * (4096 + 4) + 9

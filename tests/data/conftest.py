@@ -51,7 +51,13 @@ def make_samples(count: int = 12, seed: int = 0, dtype: torch.dtype = torch.bflo
     return samples
 
 
-def write_store(path: Path, samples: list[Sample], shard_tokens: int = 40, dtype: str | None = None) -> None:
+def write_store(
+    path: Path,
+    samples: list[Sample],
+    shard_tokens: int = 40,
+    dtype: str | None = None,
+    last_state_rows: str = "all",
+) -> None:
     """A store of the samples; every fifth row is validation."""
     manifest = Manifest(
         verifier=VerifierIdentity("LlamaForCausalLM", "c", "w", HIDDEN, 8, VOCAB),
@@ -59,6 +65,7 @@ def write_store(path: Path, samples: list[Sample], shard_tokens: int = 40, dtype
         template_hash="j",
         template_args_hash="a",
         layer_ids=LAYERS,
+        last_state_rows=last_state_rows,
         dtype=dtype or str(samples[0].states.dtype).removeprefix("torch."),
         engine={"name": "hf"},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from eagle3lab.config.errors import UserError
 from eagle3lab.config.schema import LayerType, LossConfig, LossKind
 from eagle3lab.draft.frozen import shrink_frozen, widen_frozen
+from eagle3lab.draft.pruned import elementwise
 from eagle3lab.draft.pruned.heads import Head, Targets, differentiated, kl_with_gradient, step_loss
 from eagle3lab.draft.pruned.heads import loss_and_gradient as with_gradient
 from eagle3lab.draft.pruned.plan import PrunedPlan, plan_pack
@@ -260,6 +262,30 @@ def test_under_autocast_the_gradient_is_no_farther_from_fp32_than_speculators(
             found.append(sum(float((grads[n] - e).square().sum()) for n, e in expected.items()) ** 0.5 / size)
         ours, reference = ours + found[0], reference + found[1]
     assert 0 < ours < 1.1 * reference < 0.4, (ours, reference)
+
+
+def test_what_is_compiled_for_one_pack_serves_packs_of_any_size(
+    make_draft: MakeDraft, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the inductor compiles; here the same tracing runs on another backend."""
+    counters = torch._dynamo.utils.counters
+    monkeypatch.setattr("torch.compile", partial(torch.compile, backend="aot_eager"))
+    elementwise._compiled.cache_clear()
+    try:
+        model, loss = make_draft(), with_gradient(LossConfig(), compiled=True)
+        graphs = 0
+        for number, lengths in enumerate([(40, 24), (17,), (5, 50, 20), (90,)]):
+            batch = make_batch(lengths, supervised=0.6, seed=number)
+            expected = gradients(model, run(model, batch).loss_sums.sum())
+            before = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+            output = pruned_forward(model, batch, K, loss, compiled=True)
+            assert_close_gradients(gradients(model, output.loss_sums.sum()), expected)
+            after = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+            graphs = after[0] - before[0]
+            assert after[1] == before[1]
+            assert graphs > 10 if number == 0 else graphs == 0
+    finally:
+        elementwise._compiled.cache_clear()
 
 
 def test_in_evaluation_nothing_is_differentiated(make_draft: MakeDraft, make_batch: MakeBatch) -> None:

@@ -9,7 +9,14 @@ import torch
 from rich.console import Console
 
 from eagle3lab.config.errors import IntegrityError, UserError
-from eagle3lab.config.schema import DataConfig, ExtractorConfig, HardwareConfig, ModelConfig, StoreDtype
+from eagle3lab.config.schema import (
+    DataConfig,
+    ExtractorConfig,
+    HardwareConfig,
+    LastState,
+    ModelConfig,
+    StoreDtype,
+)
 from eagle3lab.engines.base import States
 from eagle3lab.engines.hf import HuggingFaceEngine
 from eagle3lab.extract.batches import padding_share, plan_batches
@@ -93,6 +100,31 @@ def test_states_equal_a_forward_of_the_row_alone(conversations, tmp_path):
         torch.testing.assert_close(logits, out.logits[0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", StoreDtype)
+def test_supervised_last_states_are_those_of_a_store_of_all(conversations, tmp_path, monkeypatch, dtype):
+    said = io.StringIO()
+    report = extract(tmp_path / "all", conversations, dtype=dtype)
+    fewer = extract(tmp_path / "some", conversations, dtype=dtype, last_state=LastState.supervised, said=said)
+    whole, some = StoreReader(tmp_path / "all"), StoreReader(tmp_path / "some", verify="full")
+    stored = zeros = 0
+    for i, record in enumerate(some.rows):
+        got, expected = some.read(i), whole.read(i)
+        kept = got["verifier_last_hidden_states"].any(dim=-1)
+        assert int(kept.sum()) == record.num_last_states
+        assert bool(kept[got["loss_mask"].bool()].all())
+        expected["verifier_last_hidden_states"][~kept] = 0
+        assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+        stored, zeros = stored + int(kept.sum()), zeros + int((~kept).sum())
+    assert zeros > 0
+    tokens, num_aux = stored + zeros, len(some.manifest.layer_ids)
+    assert fewer.num_bytes * (num_aux + 1) * tokens == report.num_bytes * (num_aux * tokens + stored)
+    assert f"tokens x {num_aux + stored / tokens:.2f} states x" in said.getvalue()
+    monkeypatch.setattr(HuggingFaceEngine, "__init__", None)  # neither is captured again
+    extract(tmp_path / "some", conversations, dtype=dtype, last_state=LastState.supervised)
+    with pytest.raises(UserError, match=r"another last_state_rows \(extract.last_state\)"):
+        extract(tmp_path / "some", conversations, dtype=dtype)
+
+
 def test_a_complete_store_is_recognised_without_loading_the_model(conversations, tmp_path, monkeypatch):
     extract(tmp_path / "store", conversations)
     before = tree(tmp_path / "store")
@@ -108,7 +140,8 @@ def test_a_complete_store_is_recognised_without_loading_the_model(conversations,
 
 @pytest.mark.parametrize("stop_after", [1, 2, 5])
 def test_interrupted_and_resumed_gives_the_same_bytes(conversations, tmp_path, monkeypatch, stop_after):
-    extract(tmp_path / "whole", conversations)
+    options = {"last_state": LastState.supervised} if stop_after == 5 else {}
+    extract(tmp_path / "whole", conversations, **options)
     capture, calls = HuggingFaceEngine.capture, []
 
     def interrupted(self, rows, layer_ids):
@@ -120,9 +153,9 @@ def test_interrupted_and_resumed_gives_the_same_bytes(conversations, tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(HuggingFaceEngine, "capture", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            extract(tmp_path / "store", conversations)
+            extract(tmp_path / "store", conversations, **options)
     said = io.StringIO()
-    report = extract(tmp_path / "store", conversations, said=said)
+    report = extract(tmp_path / "store", conversations, said=said, **options)
     assert tree(tmp_path / "store") == tree(tmp_path / "whole")
     if stop_after == 5:
         assert 0 < report.num_captured_rows < 12

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eagle3lab.config.errors import IntegrityError
+from eagle3lab.config.errors import IntegrityError, UserError
 from eagle3lab.engines.hf import HuggingFaceEngine
+from eagle3lab.extract import self_test
 from eagle3lab.extract.self_test import self_test_store
 from eagle3lab.store.identity import row_id_of
 from eagle3lab.store.manifest import Manifest, VerifierIdentity
@@ -28,15 +29,22 @@ TOLERANCES = {
 }
 
 
-def plan_row(ids):
-    mask = [0, *[1] * (len(ids) - 1)]
+def plan_row(ids, mask_of=None):
+    mask = mask_of(len(ids)) if mask_of else [0, *[1] * (len(ids) - 1)]
     return SimpleNamespace(
         row_id=row_id_of(ids, mask), conversation_id=str(sum(ids)), split="train", source="test:1",
         input_ids=tuple(ids), loss_mask=tuple(mask),
     )  # fmt: skip
 
 
-def write_store(path, model, *, dtype="bfloat16", engine_model=None, layer_ids=IDS, change=None, ids_of=None):
+def answers(length):
+    """Every fourth token ends a stretch of two supervised ones: states lie between others that are not kept."""
+    return [int(p % 4 > 1) for p in range(length)]
+
+
+def write_store(
+    path, model, *, dtype="bfloat16", engine_model=None, layer_ids=IDS, change=None, ids_of=None, mask_of=None
+):
     """A store that claims to be of `model`, with a fault planted between the engine and the writer."""
     facts = read_facts(model)
     identity = VerifierIdentity(
@@ -44,10 +52,11 @@ def write_store(path, model, *, dtype="bfloat16", engine_model=None, layer_ids=I
         facts.vocab_size, "planted",
     )  # fmt: skip
     engine = HuggingFaceEngine(engine_model or model, facts)
-    rows = [plan_row(ids_of(row) if ids_of else row) for row in ROWS]
+    rows = [plan_row(ids_of(row) if ids_of else row, mask_of) for row in ROWS]
     manifest = Manifest(
         verifier=identity, tokenizer_hash="t", template_hash="t", template_args_hash="t", layer_ids=IDS,
         dtype=dtype, engine={"name": "hf", **engine.versions()},
+        last_state_rows="supervised" if mask_of else "all",
     )  # fmt: skip
     with StoreWriter(path, manifest, rows, 64) as writer:
         states = dict(zip([row.row_id for row in rows], engine.capture(ROWS, layer_ids), strict=True))
@@ -91,6 +100,42 @@ def test_a_right_store_passes(llama, tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_a_right_store_of_supervised_last_states_passes(llama, tmp_path, dtype):
+    reader = write_store(tmp_path / "store", llama, dtype=dtype, mask_of=answers)
+    assert any(row.num_last_states < row.length - 1 for row in reader.rows)
+    report = self_test_store(reader, llama, read_facts(llama), num_rows=3)
+    assert report.passed
+    assert report.argmax_agreement == 1.0
+    assert report.rows == 3
+
+
+def answer_at_end(length):
+    return [int(p >= length - 2) for p in range(length)]
+
+
+def test_an_answer_behind_a_long_prompt_is_reached(llama, tmp_path, monkeypatch):
+    """No sampled row has a last state in its first tokens: the one whose answer comes first is read that far."""
+    monkeypatch.setattr(self_test, "MAX_TOKENS", 8)
+    monkeypatch.setattr(self_test, "ANSWER_TOKENS", 5)
+    reader = write_store(tmp_path / "store", llama, mask_of=answer_at_end)
+    report = self_test_store(reader, llama, read_facts(llama), num_rows=4)
+    assert report.passed
+    assert (
+        report.tokens == 12 + 3 * 8
+    )  # a kept state lies before each of the two supervised tokens: from 9 on
+    other = write_store(tmp_path / "other", llama, mask_of=answer_at_end, change=normed)
+    with pytest.raises(IntegrityError, match="argmax agreement"):
+        self_test_store(other, llama, read_facts(llama), num_rows=4)
+
+
+def test_a_store_without_any_last_state_cannot_be_tested(llama, tmp_path):
+    reader = write_store(tmp_path / "store", llama, mask_of=lambda length: [0] * length)
+    with pytest.raises(UserError, match="none of its rows has a supervised token"):
+        self_test_store(reader, llama, read_facts(llama))
+
+
+@pytest.mark.parametrize("mask_of", [None, answers], ids=["all", "supervised"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("fault", "suspect"),
     [
@@ -102,8 +147,8 @@ def test_a_right_store_passes(llama, tmp_path, dtype):
     ],
     ids=["aux_plus_1", "swapped", "post_norm", "ids_plus_1", "ids_minus_1"],
 )
-def test_a_planted_fault_is_named(llama, tmp_path, fault, suspect, dtype):
-    reader = write_store(tmp_path / "store", llama, dtype=dtype, **fault)
+def test_a_planted_fault_is_named(llama, tmp_path, fault, suspect, dtype, mask_of):
+    reader = write_store(tmp_path / "store", llama, dtype=dtype, mask_of=mask_of, **fault)
     assert suspect in message_of(reader, llama)
 
 

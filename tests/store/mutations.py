@@ -280,6 +280,7 @@ def manifest_field(path: Path, rng: random.Random) -> None:
         "engine": {"name": "vllm"}, "planned_rows_hash": "0" * 64, "complete": False,
         "accounting": {"read": 12, "kept": 12, "dropped": {"too_long": 3}}, "format_version": 99,
         "layer_convention": "inputs", "checksums": {}, "num_supervised": 0, "shard_tokens": 41,
+        "last_state_rows": "all",
     }  # fmt: skip
     name = rng.choice(sorted(changes))
     edit_manifest(path, **{name: changes[name]})

@@ -33,7 +33,14 @@ OTHERS = (
     {"weight_fingerprint": "other"},
     {"config_hash": "other"},
     {"num_layers": 9},
+    {"last_state_rows": "supervised"},
 )
+KINDS_OF_STORE = {  # by the name of its directory
+    "bfloat16": {"dtype": "bfloat16"},
+    "float8_e4m3": {"dtype": "float8_e4m3"},
+    "supervised": {"dtype": "bfloat16", "last_state_rows": "supervised"},
+    "supervised_fp8": {"dtype": "float8_e4m3", "last_state_rows": "supervised"},
+}
 
 
 def verdict(path: Path, wanted: Manifest) -> str:
@@ -64,24 +71,24 @@ def test_no_wrong_store_is_accepted(
     tmp_path: Path, fake: SimpleNamespace, capsys: pytest.CaptureFixture
 ) -> None:
     wanted = {}
-    for dtype in ("bfloat16", "float8_e4m3"):
-        wanted[dtype] = fake.write(tmp_path / dtype, fake.rows(), fake.manifest(dtype=dtype))
-        assert verdict(tmp_path / dtype, wanted[dtype]) == "accepted"
+    for of_store, fields in KINDS_OF_STORE.items():
+        wanted[of_store] = fake.write(tmp_path / of_store, fake.rows(), fake.manifest(**fields))
+        assert verdict(tmp_path / of_store, wanted[of_store]) == "accepted"
     counts: Counter[str] = Counter()
     by_kind: dict[str, set[str]] = {}
     kinds = [*MUTATIONS.items()]
     path = tmp_path / "mutated"
     for number in range(NUM_INPUTS):
         rng = random.Random(number)
-        dtype = ("bfloat16", "float8_e4m3")[number // len(kinds) % 2]
+        of_store = [*KINDS_OF_STORE][number // len(kinds) % len(KINDS_OF_STORE)]
         name, mutate = kinds[number % len(kinds)]
-        shutil.copytree(tmp_path / dtype, path)
+        shutil.copytree(tmp_path / of_store, path)
         mutate(path, rng)
-        assert fake.tree(path) != fake.tree(tmp_path / dtype), (number, name)
-        found = verdict(path, wanted[dtype])
+        assert fake.tree(path) != fake.tree(tmp_path / of_store), (number, name)
+        found = verdict(path, wanted[of_store])
         counts[found] += 1
         by_kind.setdefault(found, set()).add(name)
-        assert found != "accepted", (number, name, dtype)
+        assert found != "accepted", (number, name, of_store)
         shutil.rmtree(path)
     with capsys.disabled():
         print(f"\n{NUM_INPUTS} mutated stores, {len(kinds)} kinds:")

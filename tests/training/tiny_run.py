@@ -91,7 +91,9 @@ def default_rows(num_train: int = 12, num_validation: int = 3) -> list[Row]:
     return [make_row(rng.randrange(9, 30), split, i) for i, split in enumerate(splits)]
 
 
-def write_store(path: Path, rows: list[Row], dtype: str = "float32") -> StoreReader:
+def write_store(
+    path: Path, rows: list[Row], dtype: str = "float32", last_state_rows: str = "all"
+) -> StoreReader:
     identity = VerifierIdentity("LlamaForCausalLM", "0" * 64, "1" * 64, HIDDEN, 8, VOCAB, "tiny")
     manifest = Manifest(
         verifier=identity,
@@ -99,6 +101,7 @@ def write_store(path: Path, rows: list[Row], dtype: str = "float32") -> StoreRea
         template_hash="t",
         template_args_hash="t",
         layer_ids=AUX_IDS,
+        last_state_rows=last_state_rows,
         dtype=dtype,
         engine={"name": "test"},
     )

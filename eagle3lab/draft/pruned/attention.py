@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,11 +64,13 @@ def dense_attention(
     return attend
 
 
-def flex_attention(lists: BlockLists, scale: float, compiled: bool) -> Attention:
+def flex_attention(
+    lists: BlockLists, scale: float, compiled: bool, kernel_options: dict[str, Any] | None = None
+) -> Attention:
     """FlexAttention over the listed blocks; lengths are filled up to the lists' own."""
     block_mask = _block_mask(lists)
     num_queries, num_keys = lists.query_position.numel(), lists.key_position.numel()
-    function = _flex(compiled)
+    function = partial(_flex(compiled), kernel_options=kernel_options)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         num = q.shape[1]
@@ -116,10 +119,24 @@ def _flex(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     request = getattr(flex, "AuxRequest", None)  # from torch 2.9 on; before, and until 2.10, return_lse
     wanted: dict[str, Any] = {"return_lse": True} if request is None else {"return_aux": request(lse=True)}
 
-    def call(q: Tensor, k: Tensor, v: Tensor, block_mask: Any, scale: float) -> tuple[Tensor, Tensor]:
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        block_mask: Any,
+        scale: float,
+        kernel_options: dict[str, Any] | None,
+    ) -> tuple[Tensor, Tensor]:
         grouped = q.shape[1] != k.shape[1]
         out, extra = flex.flex_attention(
-            q, k, v, block_mask=block_mask, scale=scale, enable_gqa=grouped, **wanted
+            q,
+            k,
+            v,
+            block_mask=block_mask,
+            scale=scale,
+            enable_gqa=grouped,
+            kernel_options=kernel_options,
+            **wanted,
         )
         return out, extra if request is None else extra.lse
 

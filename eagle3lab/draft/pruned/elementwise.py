@@ -102,6 +102,24 @@ def last_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor,
     return total, rms(total, weight, eps)
 
 
+def last_norm_and_next_input(
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    input_weight: Tensor,
+    eps: float,
+    feed_norm: bool,
+    normed: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm of `last_norm` with what `norm_and_residual` makes of the next step's state.
+
+    That state is `x + y`, or its norm with `feed_norm`.
+    """
+    total, last = last_norm(x, y, weight, eps)
+    return last, *norm_and_residual(last if feed_norm else total, input_weight, eps, normed, dtype)
+
+
 def gated(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up`. shape: [N, 2 * I] -> [N, I]"""
     gate, up = gate_up.chunk(2, dim=-1)
@@ -183,6 +201,16 @@ def _sizes(x: Tensor, num_heads: int, num_kv: int) -> list[int]:
 def scaled(x: Tensor, factor: Tensor, kept: Tensor) -> Tensor:
     """`x * factor` in fp32 where `kept`, else 0. shapes: [N, H], [], bool [N] -> [N, H]"""
     return torch.where(kept[:, None], wide(x) * factor, 0.0)
+
+
+def placed(x: Tensor, places: Tensor) -> Tensor:
+    """Row `places[i]` of `x` in row i, in fp32; 0 where that is -1. shapes: [n, W], [N] -> [N, W]"""
+    return torch.where(places[:, None] >= 0, wide(x.index_select(0, places.clamp(min=0))), 0.0)
+
+
+def add_placed(total: Tensor, x: Tensor, places: Tensor) -> None:
+    """Add `placed` to `total`, in place. shape: [N, W]"""
+    total.add_(placed(x, places))
 
 
 def by_row(out: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ class PrunedPlan:
     context: Tensor  # shape: [C], positions in the pack, ascending
     ahead: Tensor  # shape: [A], every rows + k inside the pack, ascending
     ahead_index: Tensor  # shape: [K, R], the place of rows + k in `ahead`
+    ahead_places: Tensor  # shape: [K, A], the row of which that is rows + k, or -1
     targets: Tensor  # shape: [R], positions whose verifier state is a target, then padding
     target_index: Tensor  # shape: [K, R], the place of rows + k in `targets`; 0 where it does not count
     counted: Tensor  # shape: [K, R], bool; where the loss of a row counts
@@ -135,6 +136,11 @@ def plan_pack(
     place[targets] = np.arange(targets.size)
     counted = np.zeros((ttt_steps, padded_rows.size), bool)
     counted[:, : rows.size] = masks[:, rows]
+    padded_ahead = _padded(ahead, bucket)
+    ahead_places = np.full((ttt_steps, padded_ahead.size), -1, np.int64)
+    for k in range(ttt_steps):
+        inside = np.flatnonzero(rows + k < seq_len)
+        ahead_places[k, np.searchsorted(ahead, rows[inside] + k)] = inside
     blocks = {}
     if flex and rows.size:
         num_keys = _up(seq_len, BLOCK)
@@ -154,8 +160,9 @@ def plan_pack(
         rows=index(padded_rows),
         row_keys=index(np.searchsorted(context, padded_rows)),
         context=index(padded_context),
-        ahead=index(_padded(ahead, bucket)),
+        ahead=index(padded_ahead),
         ahead_index=index(np.searchsorted(ahead, tokens)),
+        ahead_places=index(ahead_places),
         targets=index(np.resize(targets, padded_rows.size) if targets.size else padded_rows),
         target_index=index(np.where(counted, place[tokens], 0)),
         counted=index(counted),

@@ -44,13 +44,27 @@ class Unrolled:
         self.positions = batch["position_ids"]
         self.attention = _attentions(draft, batch, plan, self.layers[0].scale, compiled)
         self.state = self._first_state(batch["hidden_states"][0].index_select(0, plan.context))
-        self.ahead = Rows(self._embedded(plan.ahead), self.layers[0].qkv_embedding)
+        self.entered: list[Tensor] = []  # the rows' next input and residual, from the step before
+        self.ahead = Rows(self._embedded(plan.ahead), self.layers[0].qkv_embedding, compiled=compiled)
 
     def step(self, k: int) -> Tensor:
         """The normed last states of the rows at step k, fp32. shape: [R, H]"""
         total, update = self._first_step() if k == 0 else self._later_step(k)
-        state, normed = e.kernel(e.last_norm, self.compiled)(total, update, self.draft.norm.weight, self.eps)
-        self.state = normed if self.draft.config.norm_output else state
+        weight, first = self.draft.norm.weight, self.layers[0]
+        if k == self.plan.ttt_steps - 1:
+            return e.kernel(e.last_norm, self.compiled)(total, update, weight, self.eps)[1]
+        function = e.kernel(e.last_norm_and_next_input, self.compiled)
+        feed_norm = bool(self.draft.config.norm_output)
+        normed, *self.entered = function(
+            total,
+            update,
+            weight,
+            first.input_weight,
+            self.eps,
+            feed_norm,
+            first.normed_residual,
+            self.dtype,
+        )
         return normed
 
     def _first_state(self, states: Tensor) -> Tensor:
@@ -83,7 +97,7 @@ class Unrolled:
                 keys_in = layer.enter_keys(self.state)
                 extra = layer.qkv_embedding(embedded, layer.kv_part)
                 x, residual = layer.enter(self.state.index_select(0, plan.row_keys))
-                extra_q = self.ahead.gather(plan.ahead_index[0], layer.q_part)
+                extra_q = self.ahead.gather(plan.ahead_index[0], plan.ahead_places[0], layer.q_part)
             else:
                 whole, keys_in = self._next_input(layer, *pending)
                 residual, x = (t.index_select(0, plan.row_keys) for t in (whole, keys_in))
@@ -100,8 +114,8 @@ class Unrolled:
         pending: tuple[Tensor, Tensor] | None = None
         for i, layer in enumerate(self.layers):
             if pending is None:
-                x, residual = layer.enter(self.state)
-                extra = self.ahead.gather(plan.ahead_index[k])
+                x, residual = self.entered
+                extra = self.ahead.gather(plan.ahead_index[k], plan.ahead_places[k])
             else:
                 residual, x = self._next_input(layer, *pending)
                 extra = None

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .elementwise import add_placed, kernel, placed
+
 ALL = slice(None)
 
 
@@ -164,27 +166,34 @@ class _SplitFirst(Function):
 class Rows:
     """Rows `[N, out]` made once by one product and used in many gathers, whose gradients are summed in fp32."""
 
-    def __init__(self, x: Tensor, weight: Weight) -> None:
-        self._sum = _RowSum((x.shape[0], weight.matrix.value.shape[0]))
+    def __init__(self, x: Tensor, weight: Weight, *, compiled: bool) -> None:
+        self._sum = _RowSum((x.shape[0], weight.matrix.value.shape[0]), compiled)
         self._node = _OnceProduct.apply(x, weight.node, weight.matrix, self._sum)
 
-    def gather(self, index: Tensor, columns: slice = ALL) -> Tensor:
-        """Rows by number, or some columns of them. shape: [n] -> [n, number of columns]"""
-        return _Gather.apply(self._node, index, self._sum, columns)
+    def gather(self, index: Tensor, places: Tensor, columns: slice = ALL) -> Tensor:
+        """Rows by number, or some columns of them. shape: [n] -> [n, number of columns]
+
+        places: `[N]`, where `index` names a row, or -1; a row whose place is not named gets no gradient.
+        """
+        return _Gather.apply(self._node, index, places, self._sum, columns)
 
 
 class _RowSum:
     """The gradient of `Rows`."""
 
-    def __init__(self, shape: tuple[int, int]) -> None:
+    def __init__(self, shape: tuple[int, int], compiled: bool) -> None:
         self.shape = shape
+        self.compiled = compiled
         self.total: Tensor | None = None
 
-    def add(self, grad: Tensor, index: Tensor, columns: slice) -> None:
-        dtype = torch.promote_types(grad.dtype, torch.float32)
+    def add(self, grad: Tensor, places: Tensor, columns: slice) -> None:
+        if self.total is None and columns == ALL:
+            self.total = kernel(placed, self.compiled)(grad, places)
+            return
         if self.total is None:
+            dtype = torch.promote_types(grad.dtype, torch.float32)
             self.total = torch.zeros(self.shape, dtype=dtype, device=grad.device)
-        self.total[:, columns].index_add_(0, index, grad.to(dtype))
+        kernel(add_placed, self.compiled)(self.total[:, columns], grad, places)
 
 
 class _OnceProduct(Function):
@@ -206,13 +215,15 @@ class _OnceProduct(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, node: Tensor, index: Tensor, row_sum: _RowSum, columns: slice) -> Tensor:
-        ctx.save_for_backward(index)
+    def forward(
+        ctx: Any, node: Tensor, index: Tensor, places: Tensor, row_sum: _RowSum, columns: slice
+    ) -> Tensor:
+        ctx.save_for_backward(places)
         ctx.row_sum, ctx.columns = row_sum, columns
         return node[:, columns].index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
-        (index,) = ctx.saved_tensors
-        ctx.row_sum.add(grad, index, ctx.columns)
-        return None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, None]:
+        (places,) = ctx.saved_tensors
+        ctx.row_sum.add(grad, places, ctx.columns)
+        return None, None, None, None, None
