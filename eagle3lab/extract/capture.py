@@ -28,10 +28,10 @@ from eagle3lab.store.writer import StoreWriter
 # what a backend raises when it cannot answer: its own errors, a full device, a broken pipe, a time-out
 ENGINE_ERRORS = (RuntimeError, OSError)
 MAX_LOST_SHARDS = 3  # one after the other without one answer: the engine is broken, not the rows
-REQUEST_BYTES = 4 * 2**30  # of states in one request to an engine that schedules by itself, at most
+REQUEST_BYTES = 2 * 2**30  # of states in one request to an engine that schedules by itself, at most
 MEMORY_SHARE = 1 / 32  # of the machine's memory, for the same; about three requests are in memory at a time
-TAIL_SHARE = 1 / 3  # of what is left to capture: the last requests are small, and little is left to write
-WRITE_THREADS = 8
+TAIL_SHARE = 1 / 2  # of what is left to capture: the last requests are small, and little is left to write
+WRITE_THREADS = 4
 
 
 @dataclass

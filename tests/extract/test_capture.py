@@ -94,7 +94,7 @@ def small_requests(monkeypatch):
 def test_an_engine_that_schedules_by_itself_is_asked_for_several_shards_at_once(tmp_path):
     engine = FakeEngine()
     report = run(tmp_path / "store", make_rows(12), engine)
-    assert sorted(engine.requests) == [[1, 2, 3, 4], [5, 6], [7, 8], [9, 10], [11, 12]]  # smaller to the end
+    assert sorted(engine.requests) == [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10], [11, 12]]  # smaller to the end
     assert report.num_captured_rows == 12
     assert set(report.seconds) == {"capture", "write"}
     assert len(StoreReader(tmp_path / "store", verify="full")) == 12
