@@ -1,0 +1,98 @@
+"""Every figure in benchmarks/results beside the goal it is held to.
+
+python benchmarks/goals.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+Row = dict[str, Any]
+
+# (supervised share, TTT steps) -> least speed-up, largest share of the memory
+STEP_GOALS = {
+    (0.25, 3): (3.0, 0.5),
+    (0.25, 7): (3.5, 0.5),
+    (0.5, 3): (2.0, 0.6),
+    (0.5, 7): (2.1, 0.6),
+    (1.0, 3): (1.15, 0.7),
+    (1.0, 7): (1.25, 0.7),
+}
+
+
+def main() -> None:
+    lines = [("result", "what", "figure", "goal", "met")]
+    for name, read in READERS.items():
+        path = RESULTS / f"{name}.json"
+        if not path.is_file():
+            lines.append((name, "", "not measured", "", ""))
+            continue
+        for row in json.loads(path.read_text())["rows"]:
+            lines += [(name, *rest) for rest in read(row)]
+    widths = [max(len(line[i]) for line in lines) for i in range(5)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+Line = tuple[str, str, str, str]
+
+
+def at_least(what: str, figure: float, goal: float) -> Line:
+    return what, f"{figure:.3f}", f">= {goal}", "yes" if figure >= goal else "no"
+
+
+def at_most(what: str, figure: float, goal: float) -> Line:
+    return what, f"{figure:.3f}", f"<= {goal}", "yes" if figure <= goal else "no"
+
+
+def train_step(row: Row) -> Iterator[Line]:
+    share, k = row["supervised_share"], row["ttt_steps"]
+    speed, memory = STEP_GOALS[share, k]
+    where = f"share {share}, K={k}: "
+    yield at_least(f"{where}speed-up, every step waited for", row["ratio"], speed)
+    if "unbroken_ratio" in row:
+        yield at_least(f"{where}speed-up, steps queued as in training", row["unbroken_ratio"], speed)
+    yield at_most(f"{where}memory", row["ours_gib"] / row["reference_gib"], memory)
+
+
+def end_to_end(row: Row) -> Iterator[Line]:
+    yield at_least(f"{row['storage']}: of the bare loop", row["ratio"], 0.95)
+    yield at_most(f"{row['storage']}: wait for data", row["data_wait_share"], 0.03)
+
+
+def two_gpu(row: Row) -> Iterator[Line]:
+    yield at_least(f"{row['strategy']}: two GPUs against one", row["ratio"], 1.9)
+
+
+def extract(row: Row) -> Iterator[Line]:
+    where = f", {row['storage']} on {row['where']}" if "where" in row else ""
+    yield at_least(f"{row['backend']}{where}: of plain prefill", row["ratio"], 0.95)
+
+
+def fp8_store(row: Row) -> Iterator[Line]:
+    yield at_most("bytes", row["bytes_ratio"], 0.52)
+    if "acceptance_fp8" in row:
+        change = abs(row["acceptance_fp8"] / row["acceptance_bf16"] - 1)
+        yield at_most("change of acceptance length", change, 0.005)
+
+
+def startup(row: Row) -> Iterator[Line]:
+    yield at_most(f"{row['command']}: seconds", row["seconds"], 1.5)
+
+
+READERS: dict[str, Callable[[Row], Iterator[Line]]] = {
+    "train_step_h200": train_step,
+    "end_to_end_h200": end_to_end,
+    "two_gpu_h200": two_gpu,
+    "extract_h200": extract,
+    "extract_hf_cpu": extract,
+    "fp8_store": fp8_store,
+    "startup": startup,
+}
+
+if __name__ == "__main__":
+    main()
