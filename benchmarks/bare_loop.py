@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from speculators.losses import resolve_loss_config
 from synthetic import LAYER_IDS
 
 from eagle3lab.config.schema import DraftConfig
+from eagle3lab.draft.frozen import shrink_frozen
 from eagle3lab.draft.pruned.heads import kl_with_gradient
 from eagle3lab.draft.pruned.step import plan_batch, pruned_forward
 from eagle3lab.draft.speculators_model import build_draft
@@ -58,7 +60,9 @@ class BareLoop:
             "loss_mask": (place % self.document >= self.document // 2)[None].long(),
         }
 
-    def _pruned(self):
+    def _pruned(self) -> Callable[[int], torch.Tensor]:
+        if self.on_cuda:
+            shrink_frozen(self.draft, torch.bfloat16)  # as `train.py` holds them
         loss = kl_with_gradient(compiled=self.on_cuda)
         plans = [plan_batch(self.draft, batch, self.ttt_steps).to(self.device) for batch in self.batches]
 
@@ -70,7 +74,7 @@ class BareLoop:
 
         return compute
 
-    def _reference(self):
+    def _reference(self) -> Callable[[int], torch.Tensor]:
         if self.on_cuda:
             import speculators.losses.fused as fused
 

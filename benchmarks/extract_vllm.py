@@ -63,7 +63,14 @@ def main() -> None:
     if arguments.clocked:
         clocked_extract(Path(arguments.clocked[0]), arguments.clocked[1:])
         return
+    try:
+        measure(arguments)
+    finally:
+        shutil.rmtree(arguments.memory, ignore_errors=True)
 
+
+def measure(arguments: argparse.Namespace) -> None:
+    """All rounds; the results are written after every one."""
     verifier, conversations = arguments.memory / "verifier", arguments.memory / "conversations.jsonl"
     shapes = SMALL if arguments.small else QWEN3_8B
     start = time.perf_counter()
@@ -119,7 +126,6 @@ def main() -> None:
                 verify = [sys.executable, "-m", "eagle3lab", "store", "verify", str(store)]
                 subprocess.run(verify, cwd=ROOT, check=True)
             shutil.rmtree(store)
-    shutil.rmtree(arguments.memory)
 
 
 class PlainEngine:

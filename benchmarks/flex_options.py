@@ -1,6 +1,6 @@
 """How FlexAttention's tile sizes do on the pruned step's attention: forward and backward of one TTT step.
 
-python benchmarks/flex_options.py --shares 0.5 1.0 --document 1024
+python benchmarks/flex_options.py --shares 0.5 1.0
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ def milliseconds(attend: Attention, tensors: list[Tensor]) -> tuple[float, float
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         events[0].record()
         out, lse = attend(*tensors)
-        events[1].record()
         grad = torch.randn_like(out) if grad is None else grad
         events[1].record()
         torch.autograd.grad((out, lse), tensors, (grad, torch.ones_like(lse)))

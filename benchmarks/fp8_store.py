@@ -59,7 +59,7 @@ def only(words: Iterable[str], *prefixes: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("/tmp/fp8_store"))
     parser.add_argument("overrides", nargs="*")
@@ -68,6 +68,9 @@ def main() -> None:
     extract_words = only(words, "model", "data", "hardware", "extract")
     train_words = only(words, "model", "data", "hardware", "noise", "draft", "loss", "optim", "train")
     evaluate_words = only(words, "model", "hardware", "prompts", "decode")
+    unused = set(words) - {*extract_words, *train_words, *evaluate_words}
+    if unused:
+        parser.error(f"overrides that apply nowhere: {' '.join(sorted(unused))}")
 
     measured: dict[str, dict[str, Any]] = {}
     for storage in STORAGES:

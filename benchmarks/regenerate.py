@@ -55,7 +55,8 @@ def main() -> None:
         proof = check_answers(StoreReader(store, verify="full"))
         print(f"as `store verify` proves it: {proof}", flush=True)
         found = compare_by_hand(store)
-        wrong |= found.pop("differing_tokens") + found.pop("unanswered_spans") + found.pop("left_over") > 0
+        faults = found.pop("differing_tokens") + found.pop("unanswered_spans") + found.pop("left_over")
+        wrong |= faults > 0
         seconds = log["seconds"]["generate"]
         rows.append(
             {
@@ -66,7 +67,7 @@ def main() -> None:
                 "generate_seconds": round(seconds, 3),
                 "generated_tok_s": round(found["generated_tokens"] / seconds, 1),
                 "ended_share": round(proof.num_ended / proof.num_answers, 4),
-                "stored_are_generated": not wrong,
+                "stored_are_generated": faults == 0,
             }
         )
         notes.append({"conversations": number, "whole_command_seconds": round(whole, 3), **found, "log": log})

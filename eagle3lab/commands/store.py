@@ -41,8 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     verify = commands.add_parser("verify", help="checksums, index and every row; with a verifier, alignment")
     verify.set_defaults(run=_verify)
     verify.add_argument("store", type=Path)
-    verify.add_argument("--rows", type=int, default=4, help="rows of the alignment self-test")
-    verify.add_argument("--device", default="cpu", help="cpu or cuda: where the verifier runs")
+    verify.add_argument("--rows", type=_positive, default=4, help="rows of the alignment self-test")
+    verify.add_argument("--device", type=_device, default="cpu", help="cpu or cuda: where the verifier runs")
     _verifier_options(verify, required=False)
 
     merge = commands.add_parser("merge", help="join the parts written with extract.num_parts")
@@ -59,11 +59,36 @@ def _parser() -> argparse.ArgumentParser:
     importing.add_argument(
         "--dtype", choices=("bfloat16", "float32", "float8_e4m3"), help="default: lossless"
     )
-    importing.add_argument("--validation-share", type=float, default=0.05)
-    importing.add_argument("--shard-tokens", type=int, default=16384)
-    importing.add_argument("--rows", type=int, default=4, help="rows of the alignment self-test")
-    importing.add_argument("--device", default="cpu", help="cpu or cuda: where the verifier runs")
+    importing.add_argument("--validation-share", type=_share, default=0.05)
+    importing.add_argument("--shard-tokens", type=_positive, default=16384)
+    importing.add_argument("--rows", type=_positive, default=4, help="rows of the alignment self-test")
+    importing.add_argument(
+        "--device", type=_device, default="cpu", help="cpu or cuda: where the verifier runs"
+    )
     return parser
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    return number
+
+
+def _share(text: str) -> float:
+    if not 0 <= (share := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to below 1")
+    return share
+
+
+def _device(text: str) -> str:
+    if text not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"{text} is not cpu or cuda")
+    if text == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise argparse.ArgumentTypeError("cuda is not visible here")
+    return text
 
 
 def _verifier_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -115,8 +140,8 @@ def _print_sample(arguments: argparse.Namespace, manifest: Manifest) -> None:
     reader = StoreReader(arguments.store)
     step = max(1, len(reader) // max(1, arguments.rows))
     for i in range(0, len(reader), step)[: arguments.rows]:
-        data, record = reader.read(i), reader.rows[i]
-        ids, mask = tuple(data["input_ids"].tolist()), tuple(data["loss_mask"].tolist())
+        record = reader.rows[i]
+        ids, mask = (tuple(part.tolist()) for part in reader.read_tokens(i))
         row = Row(record.row_id, record.conversation_id, record.source, record.split, ids, mask)
         print(describe_row(row, tokenizer))
 

@@ -11,10 +11,12 @@ from .schema import OptimConfig, OptimKind
 
 
 def check_optim(optim: OptimConfig) -> Iterator[Problem]:
-    yield from within("optim.lr", optim.lr, 0, 1, open_low=True)
+    """Problems of `optim`."""
+    yield from within("optim.lr", optim.lr, 0, 1, open_low=True, proposal=OptimConfig.lr)
     yield from within("optim.lr_min_share", optim.lr_min_share, 0, 1)
     yield from within("optim.weight_decay", optim.weight_decay, 0, 1)
-    yield from within("optim.muon_lr", optim.muon_lr, 0, 1, open_low=True)
+    yield from within("optim.eps", optim.eps, 0, 1, proposal=OptimConfig.eps)
+    yield from within("optim.muon_lr", optim.muon_lr, 0, 1, open_low=True, proposal=1e-3)
     yield from below_one("optim.muon_momentum", optim.muon_momentum, 0.95)
     yield from below_one("optim.ema_decay", optim.ema_decay, 0.999)
     if optim.muon_lr is not None and optim.kind is not OptimKind.muon:
@@ -24,7 +26,11 @@ def check_optim(optim: OptimConfig) -> Iterator[Problem]:
             "null",
             "optim.muon_lr=null",
         )
-    yield from within("optim.grad_clip_norm", optim.grad_clip_norm, 0, math.inf, open_low=True)
+    clip = optim.grad_clip_norm
+    if clip is not None and not (math.isfinite(clip) and clip > 0):
+        yield Problem(
+            "optim.grad_clip_norm", clip, "a finite number above 0, or null", "optim.grad_clip_norm=null"
+        )
     if len(optim.betas) != 2 or not all(0 <= b < 1 for b in optim.betas):
         yield Problem("optim.betas", optim.betas, "two numbers in [0, 1)", "optim.betas=[0.9,0.95]")
     yield from positive("optim.lr_warmup_updates", optim.lr_warmup_updates, least=0)

@@ -130,7 +130,10 @@ def flops_per_token(
     *,
     supervised_share: float = 1.0,
 ) -> float:
-    """Of the draft's step, per token of rows of `doc_len` tokens whose last `supervised_share` is in the loss."""
-    supervised = round(doc_len * supervised_share)
+    """Of the draft's step, per token of rows of `doc_len` tokens whose last `supervised_share` is in the loss.
+
+    At least one token of a row is taken to be: a share that rounds to none would need no work, and no time.
+    """
+    supervised = max(1, round(doc_len * supervised_share))
     work = StepWork.of_answer(doc_len, supervised, draft.ttt_steps, reach_of(draft), draft.sliding_window)
     return flops_counter(draft, shapes, num_aux)(work) / doc_len

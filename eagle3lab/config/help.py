@@ -24,7 +24,7 @@ def help_text(entry: str, words: Sequence[str], check: Check) -> str:
 
     Raises `UserError` for overrides that do not compose.
     """
-    overrides = [word for word in words if not word.startswith("-")]
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
     cfg, error = try_compose(entry, overrides)
     if cfg is None:
         assert error is not None

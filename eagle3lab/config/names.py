@@ -22,8 +22,8 @@ def noise_label(noise: NoiseConfig) -> str:
 def run_name(cfg: TrainRoot, overrides: Sequence[str]) -> str:
     """`<model>-<data>-<draft>-<noise>` and every other override of the command line, the loss first.
 
-    `noise=uniform0.05 noise.scale=0.3` is `...-uniform0.3`, `loss=kl loss.kind=tv` is `...-tv`. Long names are cut and carry a hash of
-    the whole, so two different runs never share a name.
+    `noise=uniform0.05 noise.scale=0.3` is `...-uniform0.3`, `loss=kl loss.kind=tv` is `...-tv`. Long names are
+    cut and carry a hash of the whole, so two different runs never share a name.
     """
     parts = [cfg.model.name, cfg.data.name, cfg.draft.name, noise_label(cfg.noise)]
     if any(_group(override) == "loss" for override in overrides):

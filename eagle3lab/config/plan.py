@@ -118,10 +118,12 @@ def plan_training(
     tokens_per_update = unit * accumulate
     bytes_per_state = 2 if hardware.precision is Precision.bf16 else 4
     share = store.supervised_share if store else 1.0
+    whole_head = shapes.vocab_size * shapes.hidden_size * bytes_per_state
     batch = train.seq_len * (num_aux + 1) * shapes.hidden_size * bytes_per_state
     memory = {
         **_trained_gib(size.trainable, devices, hardware.strategy, optim),
         "frozen embedding and heads": _frozen_bytes(draft, shapes, size, bytes_per_state) / GIB,
+        "verifier's whole head, for validation": whole_head / GIB,
         "activations": _activation_bytes(draft, shapes, size, num_aux, train.seq_len, share, bytes_per_state)
         / GIB,
         "batches in flight": 2 * batch / GIB,
@@ -216,7 +218,7 @@ def _num_updates(train: TrainerConfig, store_tokens: int | None, tokens_per_upda
     if train.max_updates is not None:
         limits.append(train.max_updates)
     if train.max_tokens is not None:
-        limits.append(train.max_tokens // tokens_per_update)
+        limits.append(-(-train.max_tokens // tokens_per_update))  # the update that reaches it is made
     if train.max_epochs is not None:
         if store_tokens is None:
             return min(limits) if limits else None

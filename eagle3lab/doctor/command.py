@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="without the loop in miniature, a shorter disk test"
     )
-    arguments = parser.parse_args(list(argv))
+    arguments = parser.parse_intermixed_args(list(argv))
     start = time.perf_counter()
     checks: list[Check] = []
     layer = ""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +17,12 @@ from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.engines.base import Answer, EngineDied, EngineError, Sampling
 from eagle3lab.engines.deadline import child_processes, deadline
 from eagle3lab.engines.vllm_capabilities import installed_version, require_vllm
+from eagle3lab.engines.vllm_files import drop_file
 from eagle3lab.engines.vllm_settings import VllmSettings
 from eagle3lab.engines.vllm_worker import rank_zero
 
 FLUSH_STEPS = 3
+CLOSE_SECONDS = 120.0
 
 
 class VllmRunner:
@@ -30,15 +34,19 @@ class VllmRunner:
         Raises:
             UserError: vllm is missing, too old, cannot run this verifier, or is not ready in time.
         """
+        self._put_back = _remember_process()
         settings.prepare_environment()
-        require_vllm(settings.device)
+        try:
+            require_vllm(settings.device)
+        except UserError:
+            self._put_back()
+            raise
         import vllm
 
         self.settings = settings
         self._calls = 0
         self._dead: str | None = None
         self._spare = child_processes()
-        self._put_back = _remember_threads()
         self._llm: Any = None
         try:
             with deadline(settings.start_seconds, "starting vLLM", spare=self._spare):
@@ -50,6 +58,7 @@ class VllmRunner:
         except Exception as error:
             if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
                 self._clear_process()
+            self._put_back()
             raise UserError(
                 Problem(
                     f"vLLM {vllm.__version__} could not load the verifier ({_first_line(error)})",
@@ -79,6 +88,7 @@ class VllmRunner:
         outputs = self._generate(rows, max_tokens=1)
         files = [(output.kv_transfer_params or {}).get("hidden_states_path") for output in outputs]
         if len(files) != len(rows) or not all(files):
+            _drop(files)
             raise EngineError(f"vLLM named {sum(map(bool, files))} files of states for {len(rows)} rows")
         return [str(file) for file in files]
 
@@ -115,22 +125,28 @@ class VllmRunner:
             raise
         answer = self._call("eagle3lab_save", path)
         if answer["num_tokens"] != len(row):
+            _drop(files)
             raise EngineError(f"the hooks saw {answer['num_tokens']} tokens of {len(row)}")
         return files
 
     def close(self) -> None:
-        """End the engine's processes and free its memory."""
+        """End the engine's processes, by force after `CLOSE_SECONDS`, and free its memory."""
         if self._llm is None:
             return
         core = self._llm.llm_engine.engine_core
         in_process = self._in_process
         self._llm = None
-        with deadline(120.0, "closing vLLM", spare=self._spare, may_end=True):
+        # EngineDied says that they were ended by force, and ended they should be
+        with (
+            contextlib.suppress(EngineDied),
+            deadline(CLOSE_SECONDS, "closing vLLM", spare=self._spare, may_end=True),
+        ):
             core.shutdown()
         del core
         gc.collect()
         if in_process:
             self._clear_process()
+        self._put_back()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -138,7 +154,6 @@ class VllmRunner:
         """An engine in this process leaves a connector and process groups that a second one could not share."""
         importlib.import_module("vllm.distributed.kv_transfer").ensure_kv_transfer_shutdown()
         importlib.import_module("vllm.distributed.parallel_state").cleanup_dist_env_and_memory()
-        self._put_back()
 
     def _generate(
         self,
@@ -242,16 +257,27 @@ class VllmRunner:
         return rank_zero(answer, self._calls)
 
 
-def _remember_threads() -> Callable[[], None]:
-    """An engine for the CPU in this process binds its threads and disables torch's switch; this undoes it."""
+def _remember_process() -> Callable[[], None]:
+    """What undoes that an engine sets variables (its ranks, for one: torchrun's own), and that one for the CPU in
+    this process binds its threads and disables torch's switch."""
+    variables = dict(os.environ)
     cpus, num_threads, switch = os.sched_getaffinity(0), torch.get_num_threads(), torch.set_num_threads
 
     def put_back() -> None:
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        os.environ.update(variables)
         os.sched_setaffinity(0, cpus)
         torch.set_num_threads = switch
         torch.set_num_threads(num_threads)
 
     return put_back
+
+
+def _drop(files: Sequence[str | None]) -> None:
+    """Remove files of states that nobody will read."""
+    for file in filter(None, files):
+        drop_file(Path(file))
 
 
 def _first_line(error: BaseException) -> str:

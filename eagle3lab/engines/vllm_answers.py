@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 from eagle3lab.engines.base import Answer, Sampling
 from eagle3lab.engines.vllm_engine import EngineRunner, share_out
@@ -62,7 +63,8 @@ class VllmAnswerer:
         return [answers[i] for i in range(len(prompts))]
 
     def close(self) -> None:
-        """End every runner."""
+        """End every runner, also when one of them fails to end."""
         runners, self._runners = self._runners, []
-        for runner in runners:
-            runner.close()
+        with ExitStack() as stack:
+            for runner in runners:
+                stack.callback(runner.close)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
 from typing import Protocol
@@ -81,23 +82,27 @@ class VllmEngine:
             + 16
         )
         states: list[States] = []
+        copied = False
         while len(states) < len(rows):
             with self._asking:
-                group = self._scratch.groups_that_fit(lengths[len(states) :], bytes_per_token)[0]
-                asked = rows[len(states) : len(states) + len(group)]
+                groups = self._scratch.groups_that_fit(lengths[len(states) :], bytes_per_token)
+                asked = rows[len(states) : len(states) + len(groups[0])]
                 files = self._ask(asked)
-            states += self._read(files, asked, layer_ids)
+            copied |= len(groups) > 1  # states that map their files would leave the later groups no room
+            states += self._read(files, asked, layer_ids, copied=copied)
         return states
 
     def _read(
-        self, files: Sequence[str], rows: Sequence[Sequence[int]], layer_ids: Sequence[int]
+        self, files: Sequence[str], rows: Sequence[Sequence[int]], layer_ids: Sequence[int], *, copied: bool
     ) -> list[States]:
-        """The checked states in `files`, which are removed whatever happens."""
+        """The checked states in `files`, which are removed whatever happens; `copied` out of them, or mapped."""
 
         def read(file: str, row: Sequence[int]) -> States:
             tensors = take_file(Path(file), self._settings.answer_seconds(len(row)))
             states = to_states(tensors, self._settings.layer_ids, layer_ids, self.facts.hidden_size)
             check_states(states, row, len(layer_ids), self.facts.hidden_size)
+            if copied:
+                states = States(states.token_ids.clone(), states.aux.clone(), states.last.clone())
             return states
 
         pool = ThreadPoolExecutor(READ_THREADS)
@@ -135,29 +140,36 @@ class VllmEngine:
         return tokens
 
     def close(self) -> None:
-        """End every runner and remove the scratch directory."""
-        try:
-            for runner in self._runners:
-                runner.close()
-        finally:
-            self._runners = []
-            self._scratch.close()
+        """End every runner and remove the scratch directory, also when one of them fails to end."""
+        runners, self._runners = self._runners, []
+        with ExitStack() as stack:
+            stack.callback(self._scratch.close)
+            for runner in runners:
+                stack.callback(runner.close)
 
     def _ask(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """The files of the rows' states, the rows shared out over the runners by their tokens."""
+        """The files of the rows' states, the rows shared out over the runners by their tokens.
+
+        When one runner fails, the files of the others are removed: nobody will read them.
+        """
         if len(self._runners) == 1:
             return self._runners[0].ask(rows)
-        shares = share_out([len(row) for row in rows], len(self._runners))
-        files: list[str] = [""] * len(rows)
+        shares = [share for share in share_out([len(row) for row in rows], len(self._runners)) if share]
         with ThreadPoolExecutor(len(self._runners)) as pool:
             answers = [
                 pool.submit(runner.ask, [rows[i] for i in share])
-                for runner, share in zip(self._runners, shares, strict=True)
-                if share
+                for runner, share in zip(self._runners, shares, strict=False)
             ]
-            for answer, share in zip(answers, [s for s in shares if s], strict=True):
-                for i, file in zip(share, answer.result(), strict=True):
-                    files[i] = file
+        errors = [error for answer in answers if (error := answer.exception())]
+        if errors:
+            for answer in answers:
+                for file in () if answer.exception() else answer.result():
+                    drop_file(Path(file))
+            raise errors[0]
+        files: list[str] = [""] * len(rows)
+        for answer, share in zip(answers, shares, strict=True):
+            for i, file in zip(share, answer.result(), strict=True):
+                files[i] = file
         return files
 
     def _record(self, row: Sequence[int], layer_ids: Sequence[int]) -> Recording:

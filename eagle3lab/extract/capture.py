@@ -72,12 +72,13 @@ def capture_shards(
     lost_shards = 0
     with _cheap_threads(engine), _threads(engine.concurrency) as captures, _threads(WRITE_THREADS) as writes:
         asked.extend(captures.submit(capture, request) for request in islice(requests, engine.concurrency))
-        while asked and lost_shards < MAX_LOST_SHARDS:
+        while asked:  # also after the last request of a broken engine: what it is asked already counts
             with timed(report.seconds, "capture"):
                 shards = asked.popleft().result()
             with timed(report.seconds, "write"):
                 _wait(writing, leave=len(shards))
-            asked.extend(captures.submit(capture, request) for request in islice(requests, 1))
+            if lost_shards < MAX_LOST_SHARDS:
+                asked.extend(captures.submit(capture, request) for request in islice(requests, 1))
             for shard in shards:
                 _count(report, shard)
                 if not shard.reasons:

@@ -18,11 +18,12 @@ from eagle3lab.data.legacy import standardize_data_v1
 from eagle3lab.data.sample_files import SampleFiles
 from eagle3lab.engines.base import States
 from eagle3lab.extract.alignment import SelfTestReport, tolerance_for
+from eagle3lab.extract.disk_need import disk_bytes
 from eagle3lab.extract.pipeline import verifier_identity
 from eagle3lab.extract.reference import reference_forward
 from eagle3lab.extract.self_test import MAX_TOKENS, STORE_DTYPES, as_stored, check_alignment, sample_indices
 from eagle3lab.rows.rows import Accounting, Row
-from eagle3lab.store.disk import check_free_space, estimate_bytes
+from eagle3lab.store.disk import check_free_space
 from eagle3lab.store.identity import row_id_of
 from eagle3lab.store.manifest import Manifest
 from eagle3lab.store.shards import DTYPES
@@ -71,8 +72,6 @@ def import_samples(
     store_dtype = dtype or _LOSSLESS[native]
     report = _self_test(files, positions, ids, facts, verifier, model, store_dtype, self_test_rows, device)
     say(f"alignment self-test passed: {report}")
-    tokens = sum(len(row.input_ids) for row in rows)
-    check_free_space(store, estimate_bytes(tokens, facts.hidden_size, len(ids), store_dtype) + 9 * tokens)
     manifest = Manifest(
         verifier=verifier_identity(facts, model.name),
         tokenizer_hash=UNKNOWN,
@@ -84,6 +83,7 @@ def import_samples(
         engine={"name": "import", "files": files.files[0].suffix, "dtype": "bfloat16"},
         accounting=accounting.as_dict(),
     )
+    check_free_space(store, disk_bytes(rows, manifest))
     with StoreWriter(store, manifest, rows, shard_tokens) as writer:
         for note in writer.notes:
             say(note)

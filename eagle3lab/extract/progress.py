@@ -59,7 +59,7 @@ class CaptureProgress:
             self._bar.stop()
 
     def advance(self, count: int) -> None:
-        """Count a finished batch; from any thread."""
+        """Count what a batch finished, which may be nothing; from any thread."""
         with self._lock:
             self._advance(count)
 
@@ -71,9 +71,8 @@ class CaptureProgress:
             self._bar.update(self._task, advance=count, rate=rate)
         elif now - self._said >= self._interval:
             self._said = now
-            left = (self._total - self._done) / rate
+            left = f"{(self._total - self._done) / rate:,.0f} s left" if rate else "nothing is done yet"
             self._console.print(
-                f"{self._what} {self._done:,}/{self._total:,} {self._unit}, {rate:,.0f} {self._rate_unit}, "
-                f"{left:,.0f} s left",
+                f"{self._what} {self._done:,}/{self._total:,} {self._unit}, {rate:,.0f} {self._rate_unit}, {left}",
                 highlight=False,
             )

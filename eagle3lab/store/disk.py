@@ -16,7 +16,8 @@ def estimate_bytes(
 ) -> int:
     """Bytes of the hidden states: (tokens x aux layers + last states) x hidden x bytes per value.
 
-    num_last_states: default one per token. fp8 adds its scales. Ids and masks add 9 bytes per token, which is below 0.1 % from hidden 2048 on.
+    num_last_states: default one per token. fp8 adds its scales. Ids and masks add 9 bytes per token, which is
+    below 0.1 % from hidden 2048 on.
     """
     bytes_per_state = hidden_size * BYTES_PER_VALUE[dtype] + BYTES_PER_SCALE.get(dtype, 0)
     num_last = num_tokens if num_last_states is None else num_last_states

@@ -8,6 +8,7 @@ shard again.
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -62,6 +63,11 @@ def drop_partial(store: Path, number: int) -> None:
     _file(store, number).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # absent, or not empty yet
         (store / PARTIAL_DIRECTORY).rmdir()
+
+
+def drop_all_partial(store: Path) -> None:
+    """Remove all that was kept, and what a kill left of it: no shard is pending any more."""
+    shutil.rmtree(store / PARTIAL_DIRECTORY, ignore_errors=True)
 
 
 def _file(store: Path, number: int) -> Path:

@@ -138,10 +138,10 @@ class StoreReader:
         `raw` that one gives float8_e4m3 states and their scales, aux_scales [T, n] and
         verifier_last_scales [T, 1], instead. Where the store keeps only the last states that training can use
         the others are zeros; with `raw` they are left out, so that the last states and their scales are
-        [M, ...], and verifier_last_kept [T] bool says where they belong. `check=False` goes with `raw` and leaves the states' values to a
-        reader that looks at them elsewhere (`data.raw.StateCheck`). Raises IntegrityError when the ids and
-        mask do not hash to the row's id, a scale is not finite and positive, or a state is not finite or all
-        zero.
+        [M, ...], and verifier_last_kept [T] bool says where they belong. `check=False` goes with `raw` and
+        leaves the states' values to a reader that looks at them elsewhere (`data.raw.StateCheck`). Raises
+        IntegrityError when the ids and mask do not hash to the row's id, a scale is not finite and positive,
+        or a state is not finite or all zero.
         """
         if not (check or raw):
             raise ValueError("check=False is for raw states")
@@ -149,7 +149,7 @@ class StoreReader:
         shard = self._open(record.shard)
         tokens = slice(record.offset, record.offset + record.length)
         last_states = slice(record.last_offset, record.last_offset + record.num_last_states)
-        ids, mask = self._ids_and_mask(i)
+        ids, mask = self.read_tokens(i)
         kept = None if self.manifest.all_last_states else self._kept(i, mask)
         layer_ids = self.manifest.layer_ids
         if columns is not None:
@@ -179,11 +179,21 @@ class StoreReader:
 
     def read_mask(self, i: int) -> Tensor:
         """The loss mask of one row, [T] uint8, without its states."""
-        return self._ids_and_mask(i)[1]
+        return self.read_tokens(i)[1]
 
     def read_tokens(self, i: int) -> tuple[Tensor, Tensor]:
-        """Ids [T] int64 and mask [T] uint8 of one row, without its states."""
-        return self._ids_and_mask(i)
+        """Ids [T] int64 and mask [T] uint8 of one row, without its states.
+
+        Raises IntegrityError when they do not hash to the row's id.
+        """
+        record = self.rows[i]
+        shard = self._open(record.shard)
+        tokens = slice(record.offset, record.offset + record.length)
+        ids = shard[INPUT_IDS][tokens].clone()
+        mask = shard[LOSS_MASK][tokens].clone()
+        if row_id_of(ids, mask) != record.row_id:
+            raise IntegrityError(Problem(f"{self._where(i)}: ids and mask do not hash to its row id"))
+        return ids, mask
 
     def token_counts(self) -> Tensor:
         """How often each id is a supervised token of the train split: [vocab_size] int64."""
@@ -218,16 +228,6 @@ class StoreReader:
                 problems.append(Problem(f"{self.path / entry.file}: sha256", digest, expected=entry.sha256))
         if problems:
             raise IntegrityError(*problems)
-
-    def _ids_and_mask(self, i: int) -> tuple[Tensor, Tensor]:
-        record = self.rows[i]
-        shard = self._open(record.shard)
-        tokens = slice(record.offset, record.offset + record.length)
-        ids = shard[INPUT_IDS][tokens].clone()
-        mask = shard[LOSS_MASK][tokens].clone()
-        if row_id_of(ids, mask) != record.row_id:
-            raise IntegrityError(Problem(f"{self._where(i)}: ids and mask do not hash to its row id"))
-        return ids, mask
 
     def _kept(self, i: int, mask: Tensor) -> Tensor:
         """Where row i has a last state, bool [T]: from its mask, held against the index."""

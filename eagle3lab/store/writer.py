@@ -37,6 +37,7 @@ from eagle3lab.store.manifest import (
     read_manifest,
     write_manifest,
 )
+from eagle3lab.store.partial import drop_all_partial
 from eagle3lab.store.plan import RowT, count_supervised_tokens, plan_shards, shards_of_part
 from eagle3lab.store.shards import (
     AUX,
@@ -129,7 +130,8 @@ class StoreWriter(Generic[RowT]):
         states: (row, aux [T, n_aux * hidden], last [T, hidden], token_ids [T]) for exactly the planned
         rows in their order; CPU tensors of `DTYPES[manifest.dtype]` (bfloat16 for fp8). Raises IntegrityError
         when the token ids are not the row's or states, also those of them that are not kept, are short,
-        non-finite, all zero or of another dtype; UserError when the disk is full. Nothing is indexed then. Several shards may be written at once.
+        non-finite, all zero or of another dtype; UserError when the disk is full. Nothing is indexed then.
+        Several shards may be written at once.
         """
         assert self._claim is not None, "StoreWriter is used outside its `with` block"
         if [row.row_id for row, *_ in states] != [row.row_id for row in self.shards[number]]:
@@ -182,6 +184,7 @@ class StoreWriter(Generic[RowT]):
             raise ValueError(f"{missing} shards are not written yet")
         if self.manifest.complete:
             return self.manifest
+        drop_all_partial(self.path)
         order = list(self._entries)
         if order != sorted(order):
             write_index(self.path, [self._entries[number] for number in sorted(order)])
@@ -195,6 +198,9 @@ class StoreWriter(Generic[RowT]):
 
     def _own(self) -> range:
         return shards_of_part(len(self.shards), self.manifest.part, self.manifest.num_parts)
+
+    def _holds(self, name: str, sha256: str) -> bool:
+        return (self.path / name).is_file() and sha256_of(self.path / name) == sha256
 
     def _num_last(self, row: RowT) -> int | None:
         return None if self.manifest.all_last_states else num_kept(row.loss_mask)
@@ -240,9 +246,15 @@ class StoreWriter(Generic[RowT]):
                 self.notes.append(f"writing {entry.file} again: {error}")
             else:
                 self._entries[entry.number] = entry
-        if self.manifest.complete and len(self._entries) < len(self._own()):
+        missing = len(self._entries) < len(self._own())
+        other = [name for name, sha256 in self.manifest.checksums.items() if not self._holds(name, sha256)]
+        recount = other == [TOKEN_COUNTS_FILE]  # the one file that follows from the plan alone
+        if recount:
+            self.notes.append(f"writing {TOKEN_COUNTS_FILE} again: it is missing or damaged")
+        if self.manifest.complete and (missing or recount):
             self.manifest = replace(self.manifest, complete=False, checksums={})
-            check_resumable(self.path, self.manifest, wanted)
+            if missing:
+                check_resumable(self.path, self.manifest, wanted)
         if torn or len(self._entries) != len(entries) or not (self.path / INDEX_FILE).exists():
             write_manifest(self.path, self.manifest)
             write_index(self.path, list(self._entries.values()))

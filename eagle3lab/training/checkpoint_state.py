@@ -26,7 +26,9 @@ TTT_INPUT_TOKENS = "ground_truth"  # what later TTT steps are fed: the true toke
 
 def kept_names(draft: nn.Module) -> set[str]:
     """The draft's tensors that a checkpoint holds: all but frozen parameters, which are the verifier's."""
-    frozen = {name for name, p in draft.named_parameters() if not p.requires_grad}
+    # under every name: two heads may be one parameter (`shrink_frozen`)
+    everything = draft.named_parameters(remove_duplicate=False)
+    frozen = {name for name, p in everything if not p.requires_grad}
     return set(draft.state_dict()) - frozen
 
 

@@ -51,9 +51,11 @@ class StopOnSignal(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        validates = trainer.enable_validation and self.checkpoints.milestones.validates(pl_module.num_updates)
-        if pl_module.update_done and not validates:
-            self._stop_if_asked(trainer, pl_module)
+        if not pl_module.update_done:
+            return
+        if trainer.enable_validation and self.checkpoints.milestones.validates(pl_module.num_updates):
+            return  # asked after the validation
+        self._stop_if_asked(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._stop_if_asked(trainer, pl_module)

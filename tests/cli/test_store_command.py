@@ -149,3 +149,23 @@ def test_import_makes_a_store_that_verifies(store: Path, tmp_path: Path) -> None
     refused = command(*words[:2], tmp_path / "no", *words[3:5], "--layer-ids", *ids[::-1], expect=2)
     assert "increasing" in refused.stderr
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("verify", "S", "--rows", "0"),
+        ("import", "F", "S", "--model-path", "V", "--shard-tokens", "0"),
+        ("import", "F", "S", "--model-path", "V", "--validation-share", "1"),
+        ("verify", "S", "--device", "tpu"),
+        ("verify", "S", "--device", "cuda"),
+    ],
+)
+def test_impossible_values_are_refused_by_option(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit, match="2"):
+        main(["store", *words])
+    assert f"argument {words[-2]}: {words[-1]} is not" in said.getvalue()

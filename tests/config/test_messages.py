@@ -11,6 +11,7 @@ from hydra import initialize_config_dir
 from eagle3lab.config import compose
 from eagle3lab.config.check import CHECKS
 from eagle3lab.config.errors import UserError
+from eagle3lab.config.help import help_text
 
 
 def problems_of(entry: str, *overrides: str) -> list[str]:
@@ -48,7 +49,14 @@ def test_the_users_own_command_has_no_problem() -> None:
         ('optim.lr="1e-4x"', "optim.lr has the wrong type", ""),
         ("draft.norm_before_residual=maybe", "expected true or false", ""),
         ("optim.lr=nan", "optim.lr: nan", "optim.lr"),
-        ("optim.lr=7", "optim.lr: 7.0; expected a number in (0, 1]", "optim.lr=1"),
+        ("optim.lr=7", "optim.lr: 7.0; expected a number in (0, 1]", "optim.lr=0.0001"),
+        ("optim.eps=-1", "optim.eps: -1.0; expected a number in [0, 1]", "optim.eps=1e-08"),
+        (
+            "optim.grad_clip_norm=0",
+            "optim.grad_clip_norm: 0.0; expected a finite number above 0, or null",
+            "optim.grad_clip_norm=null",
+        ),
+        ("optim.grad_clip_norm=inf", "optim.grad_clip_norm: inf", "optim.grad_clip_norm=null"),
         ("draft.ttt_steps=0", "draft.ttt_steps: 0", "draft.ttt_steps=1"),
         (
             "data.sampling.temperature=0.3",
@@ -83,6 +91,14 @@ def test_a_budget_that_is_no_multiple_of_the_devices_proposes_one() -> None:
     )
     assert "multiple of 16384" in message
     assert "train.tokens_per_update=32768" in message
+
+
+def test_help_shows_the_overrides_and_leaves_hydras_own_words_alone() -> None:
+    compose.register()
+    words = ["-cd", "sweeps", "-cn", "noise", "train.seed=7", "--help"]
+    page = help_text("train", words, CHECKS["train"])
+    assert "\n  seed: 7\n" in page
+    assert "\nloss: ce, js, kl, lk, reverse_kl, sum, tv\n" in page
 
 
 def test_all_problems_come_together_whatever_their_kind() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from eagle3lab.config.schema import (
 from eagle3lab.engines.base import EngineDied, States
 from eagle3lab.engines.hf import HuggingFaceEngine
 from eagle3lab.engines.request import EngineRequest
+from eagle3lab.engines.vllm_capabilities import require_vllm
 from eagle3lab.verifier.facts import read_facts
 
 pytestmark = pytest.mark.skipif(
@@ -208,7 +210,10 @@ def test_a_store_is_written_through_the_pipeline(make_model, tmp_path):
             hardware=HardwareConfig(name="cpu"), store=tmp_path / name, console=Console(file=said, width=200),
         )  # fmt: skip
 
+    require_vllm("cpu")  # the first import sets variables, none of them a rank
+    before = dict(os.environ)
     report = extract("vllm", Backend.vllm)
+    assert dict(os.environ) == before  # ranks that it left would be taken for torchrun's
     assert "second capture by hooks agrees" in said.getvalue()
     extract("hf", Backend.hf)
     ours, theirs = StoreReader(tmp_path / "vllm", verify="full"), StoreReader(tmp_path / "hf", verify="full")

@@ -194,6 +194,27 @@ def test_a_row_that_fails_twice_by_itself_is_lost_and_the_others_of_its_request_
     assert tree(tmp_path / "store") == tree(tmp_path / "whole")
 
 
+def test_what_a_broken_engine_was_already_asked_is_counted_and_kept(tmp_path, small_requests):
+    started = threading.Event()
+
+    class Failing(FakeEngine):
+        def capture(self, rows, layer_ids):
+            number = (rows[0][0] - 1) // 2  # of the shard
+            if number < 3:
+                assert number < 2 or started.wait(20)
+                raise RuntimeError("no answer")
+            started.set()
+            return super().capture(rows, layer_ids)
+
+    report = run(tmp_path / "store", make_rows(12), engine := Failing())
+    asked = sorted({token for request in engine.requests for token in request})
+    assert asked[:2] == [7, 8]
+    assert len(report.lost) == 6
+    assert report.num_captured_rows == len(asked)
+    again = run(tmp_path / "store", make_rows(12), FakeEngine())
+    assert again.num_captured_rows == 12 - len(asked)
+
+
 def test_states_that_are_not_finite_are_refused_from_the_writing_thread(tmp_path):
     class Broken(FakeEngine):
         def capture(self, rows, layer_ids):

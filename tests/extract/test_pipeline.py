@@ -236,3 +236,10 @@ def test_progress_is_a_bar_on_a_terminal():
     with CaptureProgress(Console(file=said, force_terminal=True, width=120), 1000) as progress:
         progress.advance(1000)
     assert "1,000/1,000 tokens" in said.getvalue()
+
+
+def test_progress_that_has_finished_nothing_yet_is_said_without_a_guess() -> None:
+    said = io.StringIO()
+    with CaptureProgress(Console(file=said), 10, unit="conversations", interval_seconds=0.0) as progress:
+        progress.advance(0)
+    assert said.getvalue() == "capture 0/10 conversations, 0 conversations/s, nothing is done yet\n"

@@ -134,6 +134,37 @@ def test_a_damaged_indexed_shard_is_said_and_written_again(
     assert fake.tree(store) == whole
 
 
+@pytest.mark.parametrize("damage", ["changed", "removed"])
+def test_damaged_token_counts_of_a_finished_store_are_said_and_written_again(
+    store: Path, fake: SimpleNamespace, whole: dict, damage: str
+) -> None:
+    counts = store / "token_counts.safetensors"
+    if damage == "changed":
+        counts.write_bytes(counts.read_bytes()[:-8] + b"\1" * 8)
+    else:
+        counts.unlink()
+    other_engine = fake.manifest(engine={"name": "hf", "transformers": "6.0"})  # it has nothing to do
+    with StoreWriter(store, other_engine, fake.rows(), 1000) as writer:
+        assert list(writer.pending()) == []
+        assert any("token_counts.safetensors again" in note for note in writer.notes)
+        writer.finish()
+    assert fake.tree(store) == whole
+
+
+def test_a_finished_store_keeps_no_part_of_a_shard(
+    tmp_path: Path, fake: SimpleNamespace, whole: dict
+) -> None:
+    fake.write(tmp_path / "store", fake.rows(), fake.manifest(), stop_before=1)
+    (tmp_path / "store/partial").mkdir()
+    for name in (
+        "00000.safetensors",
+        "00001.safetensors.tmp",
+    ):  # a kill before it was dropped, and while written
+        (tmp_path / "store/partial" / name).write_bytes(b"left")
+    fake.write(tmp_path / "store", fake.rows(), fake.manifest())
+    assert fake.tree(tmp_path / "store") == whole
+
+
 def test_a_complete_store_has_nothing_pending_and_is_left_alone(store: Path, fake: SimpleNamespace) -> None:
     before = {p: p.stat().st_mtime_ns for p in store.rglob("*")}
     other_engine = fake.manifest(engine={"name": "hf", "transformers": "6.0"})

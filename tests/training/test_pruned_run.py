@@ -24,6 +24,7 @@ from eagle3lab.config.schema import (
     TrainerConfig,
     TrainingStep,
 )
+from eagle3lab.draft.frozen import shrink_frozen
 from eagle3lab.draft.pruned.plan import PLAN, PrunedPlan
 from eagle3lab.store.reader import StoreReader
 from eagle3lab.training import module as training_module
@@ -80,6 +81,22 @@ def test_a_plan_made_by_the_loaders_threads_changes_nothing(
         weights.append(tiny.weights(module))
     assert {type(plan) for plan in plans} == {type(None), PrunedPlan}
     assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
+
+
+def test_a_checkpoint_of_one_shared_head_goes_on_in_a_draft_with_two(
+    tiny: ModuleType, store: StoreReader, tmp_path: Path, train_run: Any
+) -> None:
+    """A bf16 run holds equal heads once; neither head is the checkpoint's, so any other run can go on."""
+    train = TrainerConfig(seq_len=tiny.SEQ_LEN, max_updates=2)
+    module, data = tiny.build(store, train, step=TrainingStep.pruned)
+    shrink_frozen(module.draft, torch.bfloat16)
+    assert module.draft.verifier_lm_head.weight is module.draft.lm_head.weight
+    fit(module, data, hardware=tiny.hardware(), train=train, run_dir=tmp_path)
+    held = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert set(held) == {f"draft.{name}" for name in tiny.weights(module)} | {"draft.t2d", "draft.d2t"}
+    longer = replace(train, max_updates=3)
+    _, summary = train_run(store, tmp_path, longer, resume=True, step=TrainingStep.reference)
+    assert (summary.resumed_from_update, summary.updates) == (2, 3)
 
 
 def test_only_the_pruned_step_has_plans_and_small_frozen_weights(

@@ -117,7 +117,7 @@ class Head:
 
 
 def chunk_rows(head: Tensor) -> int:
-    """Rows of a chunk: a multiple of 512 whose logits stay below CHUNK_BYTES. head: `[Vd, H]`"""
+    """Rows of a chunk: MIN_CHUNK_ROWS, or a multiple of it whose logits fit CHUNK_BYTES. head: `[Vd, H]`"""
     rows = CHUNK_BYTES // (head.shape[0] * head.element_size())
     return max(rows // MIN_CHUNK_ROWS, 1) * MIN_CHUNK_ROWS
 

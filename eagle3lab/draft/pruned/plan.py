@@ -213,6 +213,3 @@ def _padded(positions: Ints, bucket: int) -> Ints:
 
 def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
-
-
-__all__ = ["BLOCK", "CONTEXT", "ROWS", "Group", "PrunedPlan", "plan_pack"]
