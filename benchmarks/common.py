@@ -29,13 +29,19 @@ def hardware_name() -> str:
 def write_results(
     target: Path, rows: Sequence[dict[str, Any]], *, notes: dict[str, Any] | None = None
 ) -> None:
-    """Write `{command, commit, date, hardware, versions, rows}`; the commit may come from EAGLE3LAB_COMMIT."""
+    """Write `{command, commit, date, hardware, versions, rows}`; the commit may come from EAGLE3LAB_COMMIT.
+
+    A commit that is not all of the code that ran says so.
+    """
     words = list(sys.argv)
-    if "--out" in words:  # where the file first lay says nothing
-        del words[words.index("--out") : words.index("--out") + 2]
+    for option in ("--out", "--work"):  # where files lay on that machine says nothing
+        if option in words:
+            del words[words.index(option) : words.index(option) + 2]
+    state = git_state(ROOT)
+    commit = os.environ.get("EAGLE3LAB_COMMIT") or state["commit"]
     content = {
         "command": " ".join(["python", *words]),
-        "commit": os.environ.get("EAGLE3LAB_COMMIT") or git_state(ROOT)["commit"],
+        "commit": f"{commit} and uncommitted changes" if state["dirty"] else commit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "hardware": hardware_name(),
         "versions": {"python": platform.python_version(), **package_versions(), "torch": torch.__version__},

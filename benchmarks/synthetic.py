@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -25,9 +26,9 @@ QWEN3_8B = Shapes(4096, 12288, 4, 32, 8, 128, 151936, 2_000_000_000)  # 4 layers
 LAYER_IDS = (1, 2, 3)
 
 
-def make_verifier(directory: Path, shapes: Shapes, device: str) -> None:
-    """Random bf16 weights under `directory`, as a Hugging Face folder without a tokenizer."""
-    config = Qwen3Config(
+def qwen3_config(shapes: Shapes, **fields: Any) -> Qwen3Config:
+    """Of a verifier with these shapes and untied embeddings."""
+    return Qwen3Config(
         hidden_size=shapes.hidden_size,
         intermediate_size=shapes.intermediate_size,
         num_hidden_layers=shapes.num_layers,
@@ -37,7 +38,13 @@ def make_verifier(directory: Path, shapes: Shapes, device: str) -> None:
         vocab_size=shapes.vocab_size,
         max_position_embeddings=40960,
         tie_word_embeddings=False,
+        **fields,
     )
+
+
+def make_verifier(directory: Path, shapes: Shapes, device: str) -> None:
+    """Random bf16 weights under `directory`, as a Hugging Face folder without a tokenizer."""
+    config = qwen3_config(shapes)
     torch.manual_seed(0)
     with torch.device(device):
         model = Qwen3ForCausalLM(config).to(torch.bfloat16)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 from common import ROOT
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from synthetic import qwen3_config
+from transformers import Qwen3ForCausalLM
 
 from eagle3lab.config.schema import DataConfig, ModelConfig, Shapes
 from eagle3lab.rows.build import build_rows
@@ -52,19 +53,7 @@ def make_verifier(directory: Path, shapes: Shapes, device: str) -> None:
     Branches are scaled down by their number, as trained networks begin: without it rounding alone moves the
     states of 36 random layers by several percent, and the self-test would say so.
     """
-    config = Qwen3Config(
-        hidden_size=shapes.hidden_size,
-        intermediate_size=shapes.intermediate_size,
-        num_hidden_layers=shapes.num_layers,
-        num_attention_heads=shapes.num_heads,
-        num_key_value_heads=shapes.num_kv_heads,
-        head_dim=shapes.head_dim,
-        vocab_size=shapes.vocab_size,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-        bos_token_id=256,
-        eos_token_id=END_TOKEN,
-    )
+    config = qwen3_config(shapes, bos_token_id=256, eos_token_id=END_TOKEN)
     torch.manual_seed(0)
     with torch.device(device), default_dtype(torch.bfloat16), torch.no_grad():
         model = Qwen3ForCausalLM(config)

@@ -34,7 +34,23 @@ CLIP = 0.5
 Batch = dict[str, Tensor]
 
 
-class Reference:
+class Side:
+    """One of the two that are compared."""
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    ttt_steps = 3
+    queued = 0.0  # seconds until the host has queued a step
+
+    def step(self) -> None:
+        nn.utils.clip_grad_norm_(_trainable(self.model), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Reference(Side):
     """speculators' compiled forward, its fused loss, autocast, fused AdamW."""
 
     name = "reference"
@@ -54,16 +70,8 @@ class Reference:
             )
         return result[1]
 
-    ttt_steps = 3
-    queued = 0.0  # seconds until the host has queued a step
 
-    def step(self) -> None:
-        nn.utils.clip_grad_norm_(_trainable(self.model), CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-class Ours:
+class Ours(Side):
     """The pruned forward with the loss, the optimizer and the frozen weights that `train.py` uses."""
 
     name = "ours"
@@ -73,18 +81,10 @@ class Ours:
         self.forward = own_step_parts(self.model, torch.bfloat16)
         (self.optimizer,) = build_optimizers(self.model.named_parameters(), OptimConfig())
 
-    ttt_steps = 3
-    queued = 0.0
-
     def loss(self, batch: Batch, plan: PrunedPlan) -> Tensor:
         with torch.autocast("cuda", torch.bfloat16):
             output = self.forward(self.model, batch, self.ttt_steps, plan=plan)
         return (output.loss_sums / output.num_supervised.clamp(min=1)).sum()
-
-    def step(self) -> None:
-        nn.utils.clip_grad_norm_(_trainable(self.model), CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:

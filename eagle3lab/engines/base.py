@@ -171,3 +171,8 @@ def _check_values(name: str, states: Tensor) -> None:
 
 def _broken(what: str, value: object, expected: str) -> IntegrityError:
     return IntegrityError(Problem(what, value, expected, "another backend, e.g. extract.backend=hf"))
+
+
+def first_line(error: BaseException) -> str:
+    """Of a message that may be pages long; the kind of error where there is none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from eagle3lab.config.errors import IntegrityError, Problem, UserError
+from eagle3lab.engines.base import first_line
 
 
 def load_causal_lm(
@@ -36,7 +37,7 @@ def load_causal_lm(
         except (OSError, ValueError) as error:
             raise UserError(
                 Problem(
-                    f"the verifier could not be loaded by transformers ({_first_line(error)})",
+                    f"the verifier could not be loaded by transformers ({first_line(error)})",
                     str(path),
                     "a directory with config.json and *.safetensors of a causal language model",
                     "model.path=DIRECTORY (model.trust_remote_code=true where the model brings its own code)",
@@ -89,7 +90,3 @@ def _quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bar:
             transformers_logging.enable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

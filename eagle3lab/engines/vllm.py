@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from eagle3lab.config.errors import Problem, UserError
-from eagle3lab.engines.base import Answer, EngineDied, EngineError, Sampling
+from eagle3lab.engines.base import Answer, EngineDied, EngineError, Sampling, first_line
 from eagle3lab.engines.deadline import child_processes, deadline
 from eagle3lab.engines.vllm_capabilities import installed_version, require_vllm
 from eagle3lab.engines.vllm_files import drop_file
@@ -61,7 +61,7 @@ class VllmRunner:
             self._put_back()
             raise UserError(
                 Problem(
-                    f"vLLM {vllm.__version__} could not load the verifier ({_first_line(error)})",
+                    f"vLLM {vllm.__version__} could not load the verifier ({first_line(error)})",
                     str(settings.path),
                     "a verifier that this vLLM serves, on devices that hold it",
                     "hardware.engine.tensor_parallel=N, hardware.engine.memory_share=0.8, extract.backend=hf; "
@@ -194,9 +194,9 @@ class VllmRunner:
         except Exception as error:
             kind = type(error).__name__
             if "Dead" in kind or self._in_process:  # a scheduler in this process may go round for ever now
-                self._dead = f"vLLM ended ({kind}: {_first_line(error)})"
+                self._dead = f"vLLM ended ({kind}: {first_line(error)})"
                 raise EngineDied(self._dead) from error
-            raise EngineError(f"{kind}: {_first_line(error)}") from error
+            raise EngineError(f"{kind}: {first_line(error)}") from error
         return list(outputs)
 
     def _require_long_prompts_fit(self) -> None:
@@ -278,7 +278,3 @@ def _drop(files: Sequence[str | None]) -> None:
     """Remove files of states that nobody will read."""
     for file in filter(None, files):
         drop_file(Path(file))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from eagle3lab.config.errors import IntegrityError, Problem, UserError
 from eagle3lab.engines.base import Answer, Answerer
+from eagle3lab.extract.progress import say
 from eagle3lab.rows.dialogue import Dialogue, Prompt
 from eagle3lab.store.answers import (
     ANSWERS_FILE,
@@ -44,7 +45,7 @@ class AnswerBook:
             check_header(store, stored, header)
         if answers.torn and owner:
             cut_torn_line(store, answers)
-            say(console, [f"cut the last line of {ANSWERS_FILE}, torn by an interrupted run"])
+            say(console, f"cut the last line of {ANSWERS_FILE}, torn by an interrupted run")
         self.header = header | {ENGINE: answers.header.get(ENGINE)}
         self.by_key = answers.by_key
         self._taken: dict[str, list[StoredAnswer]] = {}
@@ -112,9 +113,3 @@ class AnswerBook:
             "sampling_hash": self.header["sampling_hash"],
             "generated_by": self.header[ENGINE],
         }
-
-
-def say(console: Console, notes: Sequence[str]) -> None:
-    """One line per note."""
-    for note in notes:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)

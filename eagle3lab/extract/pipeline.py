@@ -24,7 +24,7 @@ from eagle3lab.engines.select import DTYPES, build_engine, pick_backend, pick_de
 from eagle3lab.extract.alignment import SelfTestReport, tolerance_for
 from eagle3lab.extract.capture import capture_shards, timed
 from eagle3lab.extract.disk_need import describe_disk, disk_bytes, state_bytes
-from eagle3lab.extract.progress import CaptureProgress
+from eagle3lab.extract.progress import CaptureProgress, say
 from eagle3lab.extract.reference import Reference, reference_forward
 from eagle3lab.extract.regenerate import copy_answers, refuse_other_kind, regenerate_rows
 from eagle3lab.extract.report import ExtractReport, append_log, lost_rows_error
@@ -84,7 +84,7 @@ def extract_store(
             seconds=seconds,
         )
         rowset = regenerated.rowset
-        _say(console, regenerated.generated.describe(len(rowset.rows)))
+        say(console, regenerated.generated.describe(len(rowset.rows)))
         if store != whole:
             copy_answers(whole, store)
     else:
@@ -99,14 +99,14 @@ def extract_store(
     report = ExtractReport(store, len(own), num_tokens, state_bytes(own, manifest), seconds=seconds)
     report.generated = regenerated.generated if regenerated else None
     if extract.num_parts > 1:
-        _say(console, _part_line(whole, extract.part, extract.num_parts, len(own), len(rowset.rows)))
+        say(console, _part_line(whole, extract.part, extract.num_parts, len(own), len(rowset.rows)))
 
     pending = _open_existing(store, manifest, rowset.rows, extract.shard_tokens, console)
     if not pending:
-        _say(console, "\n".join(rowset.accounting.lines()))
+        say(console, "\n".join(rowset.accounting.lines()))
         return report
-    _say(console, describe_sample(rowset, load_tokenizer(model, path)))
-    _say(console, describe_disk(store, pending, manifest))
+    say(console, describe_sample(rowset, load_tokenizer(model, path)))
+    say(console, describe_disk(store, pending, manifest))
     check_free_space(store, disk_bytes(pending, manifest))
 
     dtype, device = DTYPES[hardware.precision], pick_device(hardware)
@@ -218,10 +218,10 @@ def _open_existing(
         if not pending:
             writer.finish()
         for note in writer.notes:
-            _say(console, note)
+            say(console, note)
         if pending and writer.num_tokens_done:
             left = sum(len(row.input_ids) for row in pending)
-            _say(console, f"going on: {writer.num_tokens_done:,} tokens are in the store, {left:,} are left")
+            say(console, f"going on: {writer.num_tokens_done:,} tokens are in the store, {left:,} are left")
     return pending
 
 
@@ -253,16 +253,16 @@ def _self_test(
         if not isinstance(engine, SecondOpinion):
             raise ValueError(f"engine {engine.name!r} has no second capture and there is no reference")
         references = engine_references(engine, samples, facts, edge)
-        _say(console, "the verifier does not fit beside the engine: the self-test uses hooks in the engine")
+        say(console, "the verifier does not fit beside the engine: the self-test uses hooks in the engine")
     report = self_test_engine(
         engine, references, layer_ids, facts, edge, compute_dtype=dtype, store_dtype=store_dtype
     )
-    _say(console, f"alignment self-test passed: {report}")
+    say(console, f"alignment self-test passed: {report}")
     if not by_itself:
         errors = compare_captures(engine, samples, layer_ids, facts, tolerance_for(dtype, dtype))
         if errors:
             figures = ", ".join(f"{name}: {error:.1e}" for name, error in errors.items())
-            _say(console, f"second capture by hooks agrees, largest relative error {{{figures}}}")
+            say(console, f"second capture by hooks agrees, largest relative error {{{figures}}}")
     return report
 
 
@@ -285,7 +285,3 @@ def _capture(
             report=report,
             progress=progress,
         )
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -76,3 +76,8 @@ class CaptureProgress:
                 f"{self._what} {self._done:,}/{self._total:,} {self._unit}, {rate:,.0f} {self._rate_unit}, {left}",
                 highlight=False,
             )
+
+
+def say(console: Console, text: str) -> None:
+    """Print as it is: no markup, no colours, no line breaks of its own."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

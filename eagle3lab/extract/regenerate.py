@@ -20,11 +20,11 @@ from eagle3lab.config.schema import DataConfig, ExtractorConfig, HardwareConfig,
 from eagle3lab.engines.base import Answerer, EngineError, Sampling
 from eagle3lab.engines.request import EngineRequest
 from eagle3lab.engines.select import DTYPES, build_answerer, pick_device
-from eagle3lab.extract.answer_book import AnswerBook, say
+from eagle3lab.extract.answer_book import AnswerBook
 from eagle3lab.extract.answering import answer_conversations
 from eagle3lab.extract.capture import timed
 from eagle3lab.extract.generated import Generated
-from eagle3lab.extract.progress import CaptureProgress
+from eagle3lab.extract.progress import CaptureProgress, say
 from eagle3lab.extract.report import ExtractReport, append_log, lost_answers_error
 from eagle3lab.rows.build import Built, Recipe, assemble_rows, make_recipe, refuse_faults
 from eagle3lab.rows.dialogue import Dialogue
@@ -86,7 +86,8 @@ def regenerate_rows(
         header = _header(model, data, facts, tokenizer, recipe, conversations)
     with ExitStack() as stack:
         if extract.part == 0:
-            say(console, [*stack.enter_context(claimed(store)), *remove_leftovers(store)])
+            for note in (*stack.enter_context(claimed(store)), *remove_leftovers(store)):
+                say(console, note)
         book = AnswerBook(store, header, owner=extract.part == 0, console=console)
         generated = Generated(num_known=len(book.by_key))
 

@@ -25,7 +25,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
 
 from eagle3lab.config.schema import Schedule, TrainerConfig, TrainingStep
 from eagle3lab.store.reader import StoreReader
@@ -35,22 +34,6 @@ from eagle3lab.training.trainer import CHECKPOINTS, METRICS_FILE, fit
 UPDATES_PER_EPOCH = 4  # 8 packs in updates of 2
 STOPS = {"mid-epoch": 6, "last batch of an epoch": 7, "end of an epoch": 8, "first update": 1}
 FIRST_SAVE_CALLS = 8  # patched calls of the start and the first save; kills come after them
-
-
-class Stopped(Exception):
-    pass
-
-
-class StopAt(DummyLogger):
-    """Ends the run when it logs this update, which is before the update is saved."""
-
-    def __init__(self, update: int) -> None:
-        super().__init__()
-        self.update = update
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        if step == self.update:
-            raise Stopped
 
 
 @dataclass(frozen=True)
@@ -250,8 +233,8 @@ def main(num_kills: int) -> int:
         with silent():
             setting.run(here / "whole")
         for name, last in STOPS.items():
-            with silent(), contextlib.suppress(Stopped):
-                setting.run(here / name, loggers=(StopAt(last + 1),))
+            with silent(), contextlib.suppress(tiny.Stop):
+                setting.run(here / name, loggers=(tiny.StopAt(last + 1),))
             line(f"stopped: {name} ({last} of 12)", here / name)
         for number in range(FIRST_SAVE_CALLS, FIRST_SAVE_CALLS + 18):
             path = here / f"call{number}"

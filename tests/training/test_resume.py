@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
 
 from eagle3lab.config.errors import IntegrityError, UserError
 from eagle3lab.config.schema import Schedule, TrainerConfig
@@ -20,22 +19,6 @@ from eagle3lab.training.checkpoint_files import read_position
 from eagle3lab.training.checkpoint_state import load_weights
 
 NOISE = 0.05
-
-
-class Stop(Exception):
-    pass
-
-
-class StopAt(DummyLogger):
-    """Ends the run when it logs this update, as a crash would."""
-
-    def __init__(self, update: int) -> None:
-        super().__init__()
-        self.update = update
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        if step == self.update:
-            raise Stop
 
 
 def config(tiny: ModuleType, **fields: Any) -> TrainerConfig:
@@ -76,8 +59,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 ) -> None:
     path, wanted, uninterrupted, schedule = whole
     train = config(tiny, save_every_updates=1)
-    with pytest.raises(Stop):
-        train_run(store, tmp_path, train, noise=NOISE, optim=schedule, loggers=(StopAt(stopped_after + 1),))
+    with pytest.raises(tiny.Stop):
+        train_run(
+            store, tmp_path, train, noise=NOISE, optim=schedule, loggers=(tiny.StopAt(stopped_after + 1),)
+        )
     assert read_position(tmp_path / "checkpoints" / "last.ckpt")["num_updates"] == stopped_after
     module, summary = train_run(store, tmp_path, train, noise=NOISE, optim=schedule, resume=True)
     assert summary.resumed_from_update == stopped_after
@@ -92,8 +77,8 @@ def test_work_after_the_last_save_is_done_again_and_logged_once(
 ) -> None:
     path, wanted, _, schedule = whole
     train = config(tiny, save_every_updates=3)
-    with pytest.raises(Stop):
-        train_run(store, tmp_path, train, noise=NOISE, optim=schedule, loggers=(StopAt(6),))
+    with pytest.raises(tiny.Stop):
+        train_run(store, tmp_path, train, noise=NOISE, optim=schedule, loggers=(tiny.StopAt(6),))
     assert [row["update"] for row in rows_without_speed(tmp_path)][-1] == "6"
     module, summary = train_run(store, tmp_path, train, noise=NOISE, optim=schedule, resume=True)
     assert summary.resumed_from_update == 4  # saved with the first epoch's validation
@@ -109,8 +94,8 @@ def test_without_validation_rows_an_epochs_end_is_a_place_to_resume_too(
     whole, summary = train_run(store, tmp_path / "a", train, noise=NOISE)
     assert summary.best_checkpoint is None
     assert summary.last_validation == {}
-    with pytest.raises(Stop):
-        train_run(store, tmp_path / "b", train, noise=NOISE, loggers=(StopAt(6),))
+    with pytest.raises(tiny.Stop):
+        train_run(store, tmp_path / "b", train, noise=NOISE, loggers=(tiny.StopAt(6),))
     module, resumed = train_run(store, tmp_path / "b", train, noise=NOISE, resume=True)
     assert resumed.resumed_from_update == 4
     assert same(tiny.weights(module).values(), tiny.weights(whole).values())
@@ -123,8 +108,8 @@ def test_a_run_split_into_micro_batches_resumes_at_an_update(
     train = config(tiny, tokens_per_update=3 * tiny.SEQ_LEN, max_epochs=2, save_every_updates=1)
     whole, _ = train_run(store, tmp_path / "a", train, noise=NOISE)
     for stop in (2, 3, 4):
-        with pytest.raises(Stop):
-            train_run(store, tmp_path / str(stop), train, noise=NOISE, loggers=(StopAt(stop),))
+        with pytest.raises(tiny.Stop):
+            train_run(store, tmp_path / str(stop), train, noise=NOISE, loggers=(tiny.StopAt(stop),))
         module, _ = train_run(store, tmp_path / str(stop), train, noise=NOISE, resume=True)
         assert same(tiny.weights(module).values(), tiny.weights(whole).values())
 

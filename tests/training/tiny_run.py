@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from eagle3lab.config.schema import (
     Accelerator,
@@ -193,3 +194,19 @@ def build(
 
 def weights(module: Eagle3Module) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in module.draft.named_parameters() if p.requires_grad}
+
+
+class Stop(Exception):
+    pass
+
+
+class StopAt(DummyLogger):
+    """Ends the run when it logs this update, which is before the update is saved: as a crash would."""
+
+    def __init__(self, update: int) -> None:
+        super().__init__()
+        self.update = update
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        if step == self.update:
+            raise Stop
