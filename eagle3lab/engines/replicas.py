@@ -11,14 +11,20 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import count
 from multiprocessing.connection import Connection
+from threading import Lock
 from typing import Any
 
 from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.engines.base import Answer, EngineDied, EngineError, Sampling
 
 CLOSE_SECONDS = 120.0
+START = 0  # the number of the first answer: that the engine is loaded
+CALLS_AT_ONCE = 4  # more than an engine is asked at a time (`Engine.concurrency`)
+POLL_SECONDS = 0.1
 GRACE_SECONDS = 60.0  # a replica bounds its own work; the parent waits this much longer for it to say so
 
 
@@ -39,6 +45,9 @@ class RemoteRunner:
         self._answer_seconds = answer_seconds
         self._start_seconds = start_seconds
         self._pipe, theirs = context.Pipe()
+        self._sending, self._receiving = Lock(), Lock()
+        self._answers: dict[int, tuple[str, Any]] = {}  # that came while another call was waited for
+        self._calls = count(1)
         self._process = context.Process(target=_serve, args=(theirs, make, settings, dict(environment)))
         self._process.start()
         theirs.close()
@@ -46,7 +55,7 @@ class RemoteRunner:
 
     def wait_ready(self) -> None:
         """Wait until the engine is loaded; raises what it raised."""
-        self._receive(self._start_seconds + GRACE_SECONDS, "starting a replica")
+        self._receive(START, self._start_seconds + GRACE_SECONDS, "starting a replica")
 
     def versions(self) -> dict[str, str]:
         return self._call("versions", num_tokens=0)
@@ -76,30 +85,38 @@ class RemoteRunner:
         atexit.unregister(self.close)
         if self._process.is_alive():
             try:
-                self._pipe.send(None)
+                with self._sending:
+                    self._pipe.send(None)
                 self._process.join(CLOSE_SECONDS)
             except OSError:  # it died meanwhile
                 pass
         self._end()
 
     def _call(self, method: str, *arguments: Any, num_tokens: int) -> Any:
-        try:
-            self._pipe.send((method, arguments))
-        except OSError as error:
-            raise EngineDied(f"a replica ended with exit code {self._process.exitcode}") from error
-        return self._receive(self._answer_seconds(num_tokens) + GRACE_SECONDS, f"{method} of a replica")
+        """One call; several threads may have one each under way."""
+        with self._sending:
+            call = next(self._calls)
+            try:
+                self._pipe.send((call, method, arguments))
+            except OSError as error:
+                raise EngineDied(f"a replica ended with exit code {self._process.exitcode}") from error
+        return self._receive(call, self._answer_seconds(num_tokens) + GRACE_SECONDS, f"{method} of a replica")
 
-    def _receive(self, seconds: float, what: str) -> Any:
+    def _receive(self, call: int, seconds: float, what: str) -> Any:
         end = time.monotonic() + seconds
         try:
-            while not self._pipe.poll(max(0.0, min(1.0, end - time.monotonic()))):
-                if time.monotonic() >= end:
+            while call not in self._answers:
+                with self._receiving:  # whoever waits reads for all
+                    if call not in self._answers and self._pipe.poll(POLL_SECONDS):
+                        number, *answer = self._pipe.recv()
+                        self._answers[number] = tuple(answer)
+                if call not in self._answers and time.monotonic() >= end:
                     self._end()
                     raise EngineDied(f"{what} took longer than {seconds:,.0f} s; the replica was ended")
-            kind, value = self._pipe.recv()
         except (EOFError, OSError) as error:
             self._process.join(5.0)
             raise EngineDied(f"a replica ended with exit code {self._process.exitcode}") from error
+        kind, value = self._answers.pop(call)
         match kind:
             case "answer":
                 return value
@@ -124,24 +141,34 @@ def _serve(
 ) -> None:
     """Body of a replica: build the runner, answer calls, end when the parent says so or is gone."""
     os.environ.update(environment)
-    runner = None
+    sending = Lock()
+
+    def send(call: int, kind: str, value: Any) -> None:
+        with sending:
+            pipe.send((call, kind, value))
+
+    runner = _answer(partial(send, START), lambda: make(settings), keep=True)
+    if runner is None:
+        return
     try:
-        runner = _answer(pipe, lambda: make(settings), keep=True)
-        while runner is not None:
-            try:
-                call = pipe.recv()
-            except EOFError:
-                break
-            if call is None:
-                break
-            method, arguments = call
-            _answer(pipe, partial(getattr(runner, method), *arguments))
+        with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
+            while (call := _next_call(pipe)) is not None:
+                number, method, arguments = call
+                pool.submit(_answer, partial(send, number), partial(getattr(runner, method), *arguments))
     finally:
-        if runner is not None:
-            runner.close()
+        runner.close()
 
 
-def _answer(pipe: Connection, work: Callable[[], Any], *, keep: bool = False) -> Any:
+def _next_call(pipe: Connection) -> tuple[int, str, tuple[Any, ...]] | None:
+    """None when the parent says that there is none, or is gone."""
+    try:
+        call: tuple[int, str, tuple[Any, ...]] | None = pipe.recv()
+    except EOFError:
+        return None
+    return call
+
+
+def _answer(send: Callable[[str, Any], None], work: Callable[[], Any], *, keep: bool = False) -> Any:
     """Send what `work` returns or raises; returns it. `keep`: it stays here, the answer is empty."""
     try:
         value = work()
@@ -149,13 +176,13 @@ def _answer(pipe: Connection, work: Callable[[], Any], *, keep: bool = False) ->
         fields = [
             (p.what, None if p.value is None else str(p.value), p.expected, p.fix) for p in error.problems
         ]
-        pipe.send(("user", fields))
+        send("user", fields)
     except EngineDied as error:
-        pipe.send(("died", str(error)))
+        send("died", str(error))
     except Exception as error:
-        pipe.send(("error", f"{type(error).__name__}: {error}"))
+        send("error", f"{type(error).__name__}: {error}")
     else:
-        pipe.send(("answer", None if keep else value))
+        send("answer", None if keep else value)
         return value
     return None
 

@@ -6,8 +6,8 @@ import contextlib
 import gc
 import importlib
 import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ import transformers
 from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.engines.base import Answer, EngineDied, EngineError, Sampling, first_line
 from eagle3lab.engines.deadline import child_processes, deadline
+from eagle3lab.engines.turns import Turns
 from eagle3lab.engines.vllm_capabilities import installed_version, require_vllm
-from eagle3lab.engines.vllm_files import drop_file
+from eagle3lab.engines.vllm_files import drop_files, file_of
 from eagle3lab.engines.vllm_settings import VllmSettings
 from eagle3lab.engines.vllm_worker import rank_zero
 
@@ -48,6 +49,8 @@ class VllmRunner:
         self._dead: str | None = None
         self._spare = child_processes()
         self._llm: Any = None
+        self._turns = Turns(self._add, self._step, self._flush, lambda answer: drop_files([file_of(answer)]))
+        self._counting, self._waited_for = Lock(), 0
         try:
             with deadline(settings.start_seconds, "starting vLLM", spare=self._spare):
                 self._llm = vllm.LLM(**settings.arguments())
@@ -86,17 +89,16 @@ class VllmRunner:
             EngineError: no answer; `EngineDied` when there will be no other.
         """
         outputs = self._generate(rows, max_tokens=1)
-        files = [(output.kv_transfer_params or {}).get("hidden_states_path") for output in outputs]
+        files = [file_of(output) for output in outputs]
         if len(files) != len(rows) or not all(files):
-            _drop(files)
+            drop_files(files)
             raise EngineError(f"vLLM named {sum(map(bool, files))} files of states for {len(rows)} rows")
         return [str(file) for file in files]
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> tuple[list[int], str | None]:
         """Greedy token ids, the end token included, and the file of the prompt's states (to be removed)."""
         (output,) = self._generate([prompt], max_tokens=max_new_tokens)
-        file = (output.kv_transfer_params or {}).get("hidden_states_path")
-        return list(output.outputs[0].token_ids), file
+        return list(output.outputs[0].token_ids), file_of(output)
 
     def answer(
         self,
@@ -125,7 +127,7 @@ class VllmRunner:
             raise
         answer = self._call("eagle3lab_save", path)
         if answer["num_tokens"] != len(row):
-            _drop(files)
+            drop_files(files)
             raise EngineError(f"the hooks saw {answer['num_tokens']} tokens of {len(row)}")
         return files
 
@@ -183,11 +185,13 @@ class VllmRunner:
             for seed, most in requests
         ]
         prompts = [{"prompt_token_ids": list(row)} for row in rows]
-        seconds = self.settings.answer_seconds(sum(map(len, rows)) + sum(most for _, most in requests))
+        num_tokens = sum(map(len, rows)) + sum(most for _, most in requests)
         try:
-            with deadline(seconds, "a request to vLLM", spare=self._spare, wake=self._wake):
-                outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
-                self._flush()
+            with (
+                self._waiting(num_tokens) as seconds,
+                deadline(seconds, "a request to vLLM", spare=self._spare, wake=self._wake),
+            ):
+                return self._turns.ask(prompts, parameters)
         except EngineDied as error:
             self._dead = str(error)
             raise
@@ -195,9 +199,29 @@ class VllmRunner:
             kind = type(error).__name__
             if "Dead" in kind or self._in_process:  # a scheduler in this process may go round for ever now
                 self._dead = f"vLLM ended ({kind}: {first_line(error)})"
+            if self._dead:
                 raise EngineDied(self._dead) from error
             raise EngineError(f"{kind}: {first_line(error)}") from error
-        return list(outputs)
+
+    @contextlib.contextmanager
+    def _waiting(self, num_tokens: int) -> Iterator[float]:
+        """The seconds that a request of `num_tokens` may take behind those that are waited for already."""
+        with self._counting:
+            self._waited_for += num_tokens
+            seconds = self.settings.answer_seconds(self._waited_for)
+        try:
+            yield seconds
+        finally:
+            with self._counting:
+                self._waited_for -= num_tokens
+
+    def _add(self, prompts: Sequence[Any], parameters: Sequence[Any]) -> list[tuple[str, ...]]:
+        """Hand prompts to the scheduler; the names that answers may have, with vLLM's suffix and without."""
+        names = self._llm.enqueue(prompts, parameters, use_tqdm=False)
+        return [tuple({name, name.rpartition("-")[0] or name}) for name in names]
+
+    def _step(self) -> list[tuple[str, Any]]:
+        return [(answer.request_id, answer) for answer in self._llm.llm_engine.step() if answer.finished]
 
     def _require_long_prompts_fit(self) -> None:
         """Without chunked prefill a prompt beyond one forward's tokens would wait for ever."""
@@ -227,6 +251,7 @@ class VllmRunner:
         """Make whoever waits for the engine's output fail: here by the next step, else by its queue."""
         core = self._llm.llm_engine.engine_core
         stopped = TimeoutError("the engine was ended")
+        self._dead = self._dead or str(stopped)
 
         def stop() -> None:
             raise stopped
@@ -272,9 +297,3 @@ def _remember_process() -> Callable[[], None]:
         torch.set_num_threads(num_threads)
 
     return put_back
-
-
-def _drop(files: Sequence[str | None]) -> None:
-    """Remove files of states that nobody will read."""
-    for file in filter(None, files):
-        drop_file(Path(file))

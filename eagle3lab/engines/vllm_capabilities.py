@@ -12,6 +12,7 @@ from eagle3lab.config.errors import Problem, UserError
 CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
 SPECULATIVE_MODULE = "vllm.config.speculative"
 METHOD = "extract_hidden_states"
+ENGINE_METHODS = ("enqueue", "collective_rpc")
 # what the connector has since it was rewritten in 0.24: saves after the whole prompt, by one rank, under a lock
 CONNECTOR_PARTS = ("ExampleHiddenStatesConnector", "PendingSave", "load_hidden_states")
 # and what our own subclass for the CPU stands on
@@ -62,6 +63,9 @@ def missing_capabilities(device: str) -> list[str]:
         missing += [f"{module_name}.{name}" for name in names if not hasattr(module, name)]
     if missing:
         return missing
+    missing += [
+        f"vllm.LLM.{m}" for m in ENGINE_METHODS if not hasattr(importlib.import_module("vllm").LLM, m)
+    ]
     if device == "cpu":
         connector = importlib.import_module(CONNECTOR_MODULE).ExampleHiddenStatesConnector
         missing += [f"{connector.__name__}.{m}" for m in CPU_CONNECTOR_METHODS if not hasattr(connector, m)]

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Lock
 from typing import Protocol
 
 import torch
@@ -50,16 +49,16 @@ class VllmEngine:
 
     name = "vllm"
     pads = False
-    concurrency = 2  # the states of one request are read while the next is computed
+    concurrency = 2  # the states of one request are read while the next is computed; see `turns`
 
     def __init__(
         self, runners: Sequence[EngineRunner], settings: VllmSettings, facts: VerifierFacts, scratch: Scratch
     ) -> None:
         self.facts = facts
         self._runners = list(runners)
+        self.replicas = len(self._runners)
         self._settings = settings
         self._scratch = scratch
-        self._asking = Lock()  # one request at a time, whatever thread it comes from
 
     def versions(self) -> dict[str, str]:
         """vllm, torch, transformers, the compute dtype, the tensor-parallel size."""
@@ -84,12 +83,11 @@ class VllmEngine:
         states: list[States] = []
         copied = False
         while len(states) < len(rows):
-            with self._asking:
-                groups = self._scratch.groups_that_fit(lengths[len(states) :], bytes_per_token)
-                asked = rows[len(states) : len(states) + len(groups[0])]
-                files = self._ask(asked)
-            copied |= len(groups) > 1  # states that map their files would leave the later groups no room
-            states += self._read(files, asked, layer_ids, copied=copied)
+            with self._scratch.room_for(lengths[len(states) :], bytes_per_token) as count:
+                asked = rows[len(states) : len(states) + count]
+                # states that map their files would leave the later rows no room
+                copied |= len(states) + count < len(rows)
+                states += self._read(self._ask(asked), asked, layer_ids, copied=copied)
         return states
 
     def _read(

@@ -9,8 +9,11 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
+from threading import Condition
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -24,6 +27,8 @@ RAM = Path("/dev/shm")
 PREFIX = "eagle3lab-capture-"
 OWNER_FILE = "owner.lock"
 FILL_SHARE = 0.5  # of the free bytes that one request for states may take
+ROOM_SECONDS = 60.0  # for states that are on their way into the store to make room
+POLL_SECONDS = 0.1
 
 
 class Scratch:
@@ -53,35 +58,48 @@ class Scratch:
         self._lock = os.open(self.path / f"{OWNER_FILE}.new", os.O_CREAT | os.O_WRONLY, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         os.rename(self.path / f"{OWNER_FILE}.new", self.path / OWNER_FILE)  # never seen without its lock
+        self._room, self._kept = (
+            Condition(),
+            0,
+        )  # bytes of rows that are asked for and perhaps not yet written
         self._finalizer = weakref.finalize(self, _remove, self.path, self._lock)
 
-    def groups_that_fit(self, lengths: Sequence[int], bytes_per_token: int) -> list[list[int]]:
-        """Positions of consecutive rows whose states fit together into what is free here.
+    @contextlib.contextmanager
+    def room_for(self, lengths: Sequence[int], bytes_per_token: int) -> Iterator[int]:
+        """How many of the first rows may have their states here, together; their room is kept for the block.
 
-        Raises UserError when one row alone does not.
+        Waits for room that others hold. Raises UserError where the first row does not fit, and where there
+        is no room for it after `ROOM_SECONDS`.
         """
-        free = shutil.disk_usage(self.path).free
-        budget = int(free * FILL_SHARE) // bytes_per_token
-        groups: list[list[int]] = []
-        filled = budget + 1
-        for i, length in enumerate(lengths):
-            if length > budget:
-                raise UserError(
-                    Problem(
-                        f"the states of a row of {length:,} tokens need {length * bytes_per_token:,} bytes in "
-                        f"{self.path.parent}",
-                        f"{free:,} bytes free",
-                        f"rows within {FILL_SHARE:.0%} of what is free",
-                        "extract.scratch_dir=DIRECTORY with more room, or a larger shared memory "
-                        "(containers: --shm-size)",
+        with self._room:
+            end = time.monotonic() + ROOM_SECONDS
+            while not (count := self._num_that_fit(lengths, bytes_per_token)):
+                usage = shutil.disk_usage(self.path)
+                needed = lengths[0] * bytes_per_token
+                if needed > FILL_SHARE * usage.total or time.monotonic() > end:
+                    raise UserError(
+                        Problem(
+                            f"the states of a row of {lengths[0]:,} tokens need {needed:,} bytes in {self.path.parent}",
+                            f"{usage.free:,} bytes free",
+                            f"rows within {FILL_SHARE:.0%} of what is free",
+                            "extract.scratch_dir=DIRECTORY with more room, or a larger shared memory "
+                            "(containers: --shm-size)",
+                        )
                     )
-                )
-            if filled + length > budget:
-                groups.append([])
-                filled = 0
-            groups[-1].append(i)
-            filled += length
-        return groups
+                self._room.wait(POLL_SECONDS)
+            size = sum(lengths[:count]) * bytes_per_token
+            self._kept += size
+        try:
+            yield count
+        finally:
+            with self._room:
+                self._kept -= size
+                self._room.notify_all()
+
+    def _num_that_fit(self, lengths: Sequence[int], bytes_per_token: int) -> int:
+        free = shutil.disk_usage(self.path).free - self._kept
+        budget = int(free * FILL_SHARE) // bytes_per_token
+        return sum(filled <= budget for filled in accumulate(lengths))
 
     def close(self) -> None:
         """Remove the directory and everything in it."""
@@ -135,6 +153,17 @@ def drop_file(path: Path) -> None:
     """Remove a file of states and its lock, where they are there."""
     path.unlink(missing_ok=True)
     Path(f"{path}.lock").unlink(missing_ok=True)
+
+
+def file_of(output: Any) -> str | None:
+    """Where vLLM writes the states of an answered request, if it does."""
+    return (output.kv_transfer_params or {}).get("hidden_states_path")
+
+
+def drop_files(files: Iterable[str | None]) -> None:
+    """Remove files of states that nobody will read."""
+    for file in filter(None, files):
+        drop_file(Path(file))
 
 
 def to_states(

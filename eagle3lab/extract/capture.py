@@ -28,7 +28,9 @@ from eagle3lab.store.writer import StoreWriter
 # what a backend raises when it cannot answer: its own errors, a full device, a broken pipe, a time-out
 ENGINE_ERRORS = (RuntimeError, OSError)
 MAX_LOST_SHARDS = 3  # one after the other without one answer: the engine is broken, not the rows
-REQUEST_BYTES = 2 * 2**30  # of states in one request to an engine that schedules by itself, at most
+REQUEST_BYTES = (
+    2 * 2**30
+)  # of states in one request to an engine that schedules by itself, at most, per replica
 MEMORY_SHARE = 1 / 32  # of the machine's memory, for the same; about three requests are in memory at a time
 TAIL_SHARE = 1 / 2  # of what is left to capture: the last requests are small, and little is left to write
 WRITE_THREADS = 4
@@ -101,7 +103,7 @@ def _requests(
     """
     manifest = writer.manifest
     bytes_per_token = (len(manifest.layer_ids) + 1) * manifest.verifier.hidden_size * store_dtype.itemsize
-    largest = min(REQUEST_BYTES, int(_memory_bytes() * MEMORY_SHARE)) // bytes_per_token
+    largest = min(REQUEST_BYTES * engine.replicas, int(_memory_bytes() * MEMORY_SHARE)) // bytes_per_token
     pending = [(number, rows, sum(len(row.input_ids) for row in rows)) for number, rows in writer.pending()]
     left = sum(num_tokens for *_, num_tokens in pending)
     requests: list[list[tuple[int, list[Row]]]] = []

@@ -24,6 +24,8 @@ class FakeRunner:
                 raise UserError(Problem("no room", 7, "more", "scratch_dir=X"))
             case 3:
                 time.sleep(600)
+            case 4:
+                time.sleep(rows[0][1] / 1000)
         return [f"file-{len(row)}" for row in rows]
 
     def close(self):

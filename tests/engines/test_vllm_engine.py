@@ -89,7 +89,9 @@ def test_states_leave_the_directory_when_others_of_the_request_need_the_room(
     scratch: Scratch, monkeypatch: pytest.MonkeyPatch, free_tokens: int, asked: list[int]
 ) -> None:
     def disk_usage(_: object) -> SimpleNamespace:
-        return SimpleNamespace(free=(free_tokens - 10 * mapped_files(scratch)) * BYTES_PER_TOKEN)
+        return SimpleNamespace(
+            free=(free_tokens - 10 * mapped_files(scratch)) * BYTES_PER_TOKEN, total=80 * BYTES_PER_TOKEN
+        )
 
     rows = [[2 + i, *range(3, 12)] for i in range(4)]
     runner = Runner(scratch.path)

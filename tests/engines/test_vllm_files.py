@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,12 +136,42 @@ def test_a_scratch_directory_goes_with_its_owner_even_when_it_was_killed(tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_rows_go_in_groups_that_fit_into_half_of_what_is_free(tmp_path, monkeypatch):
-    monkeypatch.setattr(vllm_files.shutil, "disk_usage", lambda _: SimpleNamespace(free=2000))
+def test_rows_get_half_of_what_is_free_and_not_kept_for_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_files, "ROOM_SECONDS", 0.05)
+    monkeypatch.setattr(vllm_files.shutil, "disk_usage", lambda _: SimpleNamespace(free=2000, total=2000))
     scratch = Scratch(tmp_path)
-    assert scratch.groups_that_fit([40, 50, 20, 100, 1], 10) == [[0, 1], [2], [3], [4]]
-    with pytest.raises(UserError, match=r"(?s)101 tokens need 1,010 bytes.*scratch_dir"):
-        scratch.groups_that_fit([101], 10)
+    with scratch.room_for([40, 50, 20, 100, 1], 10) as count:
+        assert count == 2
+        with scratch.room_for([50, 5, 1], 10) as beside:  # half of what the first left
+            assert beside == 2
+        with (
+            pytest.raises(UserError, match=r"(?s)56 tokens need 560 bytes.*scratch_dir"),
+            scratch.room_for([56], 10),
+        ):
+            pass
+    with scratch.room_for([56], 10) as count:
+        assert count == 1
+    with pytest.raises(UserError, match="101 tokens need 1,010 bytes"), scratch.room_for([101], 10):
+        pass
+    scratch.close()
+
+
+def test_a_row_waits_for_room_that_another_request_keeps(tmp_path, monkeypatch):
+    monkeypatch.setattr(vllm_files.shutil, "disk_usage", lambda _: SimpleNamespace(free=2000, total=2000))
+    scratch = Scratch(tmp_path)
+    order = []
+
+    def second():
+        with scratch.room_for([90], 10):
+            order.append("second")
+
+    with scratch.room_for([90], 10):
+        waiting = threading.Thread(target=second)
+        waiting.start()
+        time.sleep(0.3)
+        order.append("first")
+    waiting.join(10)
+    assert order == ["first", "second"]
     scratch.close()
 
 
@@ -192,6 +223,20 @@ def test_a_replica_answers_fails_and_is_ended_when_it_hangs(monkeypatch):
         runner.ask([[3]])
     with pytest.raises(EngineDied, match="exit code"):
         runner.ask([[9]])
+    runner.close()
+    assert not runner._process.is_alive()
+
+
+def test_calls_to_a_replica_from_several_threads_get_each_its_own_answer(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    from fake_runner import FakeRunner
+
+    runner = RemoteRunner(FakeRunner, "S", {}, start_seconds=60.0, answer_seconds=lambda _: 60.0)
+    runner.wait_ready()
+    slow_first = [[[4, 300 - i], [9] * i] for i in range(1, 9)]  # the first to be asked is the last to answer
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(runner.ask, slow_first))
+    assert answers == [["file-2", f"file-{i}"] for i in range(1, 9)]
     runner.close()
     assert not runner._process.is_alive()
 

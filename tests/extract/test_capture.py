@@ -47,7 +47,7 @@ def make_rows(count, length=10):
 class FakeEngine:
     """States that name their token; schedules by itself, like a serving engine."""
 
-    name, pads, concurrency = "fake", False, 2
+    name, pads, concurrency, replicas = "fake", False, 2, 1
 
     def __init__(self):
         self.requests = []
