@@ -43,7 +43,7 @@ SMALL = Sizes(512, 1024, 4, 2, 4096, 2048, 1024, 200)
 WIDE = Sizes(7168, 18432, 64, 64, 163840, 32000, 4096, 1024)
 
 
-def build(sizes: Sizes, *, attention: str) -> nn.Module:
+def build(sizes: Sizes, *, attention: str, device: str = "cuda") -> nn.Module:
     """speculators' draft with fp32 masters; a bf16 verifier's embedding and head in its frozen weights."""
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -76,14 +76,14 @@ def build(sizes: Sizes, *, attention: str) -> nn.Module:
         ),
     )
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device(device):
         model: Any = Eagle3DraftModel(config)
-    model.to("cuda").train()
+    model.to(device).train()
     chosen = torch.arange(sizes.draft_vocab) * (sizes.vocab // sizes.draft_vocab)
     t2d = torch.zeros(sizes.vocab, dtype=torch.bool)
     t2d[chosen] = True
     model.load_vocab_mappings(t2d, chosen - torch.arange(sizes.draft_vocab))
-    generator = torch.Generator("cuda").manual_seed(1)
+    generator = torch.Generator(device).manual_seed(1)
     with torch.no_grad():
         for parameter in (model.embed_tokens.weight, model.lm_head.weight):
             parameter.normal_(0, 0.02, generator=generator)
@@ -95,21 +95,23 @@ def build(sizes: Sizes, *, attention: str) -> nn.Module:
     return model
 
 
-def make_batch(sizes: Sizes, share: float, ttt_steps: int, seed: int) -> dict[str, Tensor]:
+def make_batch(
+    sizes: Sizes, share: float, ttt_steps: int, seed: int, device: str = "cuda"
+) -> dict[str, Tensor]:
     """A full pack of equal documents, each with the last `share` supervised, but for `ttt_steps` at either end.
 
     So no target of a later step crosses a border, and speculators' own loss counts what ours does.
     """
-    g = torch.Generator("cuda").manual_seed(seed)
-    place = torch.arange(sizes.seq_len, device="cuda")
+    g = torch.Generator(device).manual_seed(seed)
+    place = torch.arange(sizes.seq_len, device=device)
     inside = place % sizes.document
     first = max(round(sizes.document * (1 - share)), ttt_steps)
     whole = place < sizes.seq_len // sizes.document * sizes.document
-    states: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "generator": g}
+    states: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": g}
     return {
         "hidden_states": torch.randn(1, sizes.seq_len, 3 * sizes.hidden, **states),
         "verifier_last_hidden_states": torch.randn(1, sizes.seq_len, sizes.hidden, **states) * 3,
-        "input_ids": torch.randint(3, sizes.vocab, (1, sizes.seq_len), device="cuda", generator=g),
+        "input_ids": torch.randint(3, sizes.vocab, (1, sizes.seq_len), device=device, generator=g),
         "document_ids": torch.where(whole, place // sizes.document, -1)[None],
         "position_ids": (inside + 1)[None],
         "loss_mask": (whole & (inside >= first) & (inside < sizes.document - ttt_steps))[None].long(),

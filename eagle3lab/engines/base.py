@@ -65,14 +65,12 @@ class Engine(Protocol):
 
     `pads` says that `capture` fills its rows up to the longest, so that a batch should hold rows of like
     length; an engine that does not pad schedules by itself and is given many rows at once.
-    `concurrency` is how many calls of `capture`, from as many threads, keep it busy all the time, and
-    `replicas` among how many verifiers the rows of one call are shared out.
+    `concurrency` is how many calls of `capture`, from as many threads, keep it busy all the time.
     """
 
     name: str
     pads: bool
     concurrency: int
-    replicas: int
 
     def versions(self) -> dict[str, str]:
         """What ran the verifier: library versions, dtype, attention kernel. Goes into the manifest."""

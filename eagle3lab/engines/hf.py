@@ -25,7 +25,6 @@ class HuggingFaceEngine:
     name = "hf"
     pads = True
     concurrency = 1
-    replicas = 1
     answers_at_once = 8  # they are answered one after the other: this only bounds what a kill can cost
 
     def __init__(

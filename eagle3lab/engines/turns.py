@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Condition
 from typing import Any
 
 
@@ -46,19 +46,31 @@ class Turns:
         self._add, self._step, self._rest, self._drop = add, step, rest, drop
         self._new: deque[_Request] = deque()
         self._open: dict[Hashable, tuple[_Request, int, tuple[Hashable, ...]]] = {}
-        self._driving = Lock()
+        self._changed, self._driven = Condition(), False
 
     def ask(self, prompts: Sequence[Any], parameters: Sequence[Any]) -> list[Any]:
         """One answer per prompt, in their order; raises what the engine raised meanwhile."""
         request = _Request(prompts, parameters)
         self._new.append(request)
-        while not request.done:
-            with self._driving:
-                if not request.done:
-                    self._turn()
+        while self._must_drive(request):
+            try:
+                self._turn()
+            finally:
+                with self._changed:
+                    self._driven = False
+                    self._changed.notify_all()
         if request.error is not None:
             raise request.error
         return [request.answers[i] for i in range(len(prompts))]
+
+    def _must_drive(self, request: _Request) -> bool:
+        """False when the request is done; else waits until it is, or nobody drives the engine any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: request.done or not self._driven)
+            if request.done:
+                return False
+            self._driven = True
+            return True
 
     def _turn(self) -> None:
         """Hand over what is new, then wait once for the engine."""

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 
 from eagle3lab.config.errors import IntegrityError, Problem
 from eagle3lab.engines.base import Answer, Recording, Sampling, States, check_states
-from eagle3lab.engines.vllm_files import Scratch, drop_file, take_file, to_states
+from eagle3lab.engines.vllm_files import Scratch, drop_file, drop_files, take_file, to_states
 from eagle3lab.engines.vllm_settings import VllmSettings
 from eagle3lab.engines.vllm_worker import POST_NORM, PRE_NORM, TOKEN_IDS, layer_key
 from eagle3lab.verifier.facts import VerifierFacts
 
-READ_THREADS = 4
+CALLS_PER_RUNNER = 6  # some wait in the engine's queue while the states of others are read; see `turns`
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -49,14 +49,13 @@ class VllmEngine:
 
     name = "vllm"
     pads = False
-    concurrency = 2  # the states of one request are read while the next is computed; see `turns`
 
     def __init__(
         self, runners: Sequence[EngineRunner], settings: VllmSettings, facts: VerifierFacts, scratch: Scratch
     ) -> None:
         self.facts = facts
         self._runners = list(runners)
-        self.replicas = len(self._runners)
+        self.concurrency = CALLS_PER_RUNNER * len(self._runners)
         self._settings = settings
         self._scratch = scratch
 
@@ -95,24 +94,19 @@ class VllmEngine:
     ) -> list[States]:
         """The checked states in `files`, which are removed whatever happens; `copied` out of them, or mapped."""
 
-        def read(file: str, row: Sequence[int]) -> States:
-            tensors = take_file(Path(file), self._settings.answer_seconds(len(row)))
-            states = to_states(tensors, self._settings.layer_ids, layer_ids, self.facts.hidden_size)
-            check_states(states, row, len(layer_ids), self.facts.hidden_size)
-            if copied:
-                states = States(states.token_ids.clone(), states.aux.clone(), states.last.clone())
-            return states
-
-        pool = ThreadPoolExecutor(READ_THREADS)
+        states = []
         try:
-            return list(pool.map(read, files, rows))
+            for file, row in zip(files, rows, strict=True):
+                tensors = take_file(Path(file), self._settings.answer_seconds(len(row)))
+                found = to_states(tensors, self._settings.layer_ids, layer_ids, self.facts.hidden_size)
+                check_states(found, row, len(layer_ids), self.facts.hidden_size)
+                if copied:
+                    found = States(found.token_ids.clone(), found.aux.clone(), found.last.clone())
+                states.append(found)
         except BaseException:
-            pool.shutdown(cancel_futures=True)
-            for file in files:
-                drop_file(Path(file))
+            drop_files(files)
             raise
-        finally:
-            pool.shutdown()
+        return states
 
     def record(self, rows: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> list[Recording]:
         """The second opinion: decoder layers `layer_ids` and both sides of the final norm, by our own hooks.

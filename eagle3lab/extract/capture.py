@@ -29,10 +29,9 @@ from eagle3lab.store.writer import StoreWriter
 ENGINE_ERRORS = (RuntimeError, OSError)
 MAX_LOST_SHARDS = 3  # one after the other without one answer: the engine is broken, not the rows
 REQUEST_BYTES = (
-    2 * 2**30
-)  # of states in one request to an engine that schedules by itself, at most, per replica
-MEMORY_SHARE = 1 / 32  # of the machine's memory, for the same; about three requests are in memory at a time
-TAIL_SHARE = 1 / 2  # of what is left to capture: the last requests are small, and little is left to write
+    2**29
+)  # of states in one request to an engine that schedules by itself, unless a shard has more
+MEMORY_SHARE = 1 / 4  # of the machine's memory, for the states that are asked for or wait to be written
 WRITE_THREADS = 4
 
 
@@ -59,8 +58,8 @@ def capture_shards(
 ) -> None:
     """Capture and write every pending shard; what was lost is in `report.lost`, and its shard not written.
 
-    `report.seconds` gets "capture", waiting for the engine, and "write", waiting for the disk. Beside the
-    `engine.concurrency` requests that are asked, the shards of one more may be waiting to be written.
+    `report.seconds` gets "capture", waiting for the engine, and "write", waiting for the disk. As many tokens
+    as the engine is asked for at a time may be waiting to be written.
 
     Raises EngineDied when the engine is gone; what was captured until then is kept.
     """
@@ -68,24 +67,26 @@ def capture_shards(
     def capture(request: list[tuple[int, list[Row]]]) -> list[ShardStates]:
         return _capture(engine, writer, request, layer_ids, batch_tokens, store_dtype, progress)
 
-    requests = iter(_requests(engine, writer, store_dtype))
+    pending = list(writer.pending())
+    request_tokens, at_once = _sizes(engine, writer, pending, store_dtype)
+    requests = _requests(pending, 0 if engine.pads else request_tokens)
     asked: deque[Future[list[ShardStates]]] = deque()
-    writing: deque[Future[None]] = deque()
+    writing: deque[tuple[int, Future[None]]] = deque()  # with the tokens of each
     lost_shards = 0
-    with _cheap_threads(engine), _threads(engine.concurrency) as captures, _threads(WRITE_THREADS) as writes:
-        asked.extend(captures.submit(capture, request) for request in islice(requests, engine.concurrency))
+    with _cheap_threads(engine), _threads(at_once) as captures, _threads(WRITE_THREADS) as writes:
+        asked.extend(captures.submit(capture, request) for request in islice(requests, at_once))
         while asked:  # also after the last request of a broken engine: what it is asked already counts
             with timed(report.seconds, "capture"):
                 shards = asked.popleft().result()
             with timed(report.seconds, "write"):
-                _wait(writing, leave=len(shards))
+                _wait(writing, leave=at_once * request_tokens)
             if lost_shards < MAX_LOST_SHARDS:
                 asked.extend(captures.submit(capture, request) for request in islice(requests, 1))
             for shard in shards:
                 _count(report, shard)
                 if not shard.reasons:
                     lost_shards = 0
-                    writing.append(writes.submit(_write, writer, shard))
+                    writing.append((_num_tokens(shard.rows), writes.submit(_write, writer, shard)))
                     continue
                 _keep(writer, shard)
                 lost_shards = 0 if len(shard.captured) > shard.num_before else lost_shards + 1
@@ -93,29 +94,46 @@ def capture_shards(
             _wait(writing)
 
 
-def _requests(
-    engine: Engine, writer: StoreWriter[Row], store_dtype: torch.dtype
-) -> list[list[tuple[int, list[Row]]]]:
-    """The pending shards, by number, in the groups in which the engine is asked for them.
+def _sizes(
+    engine: Engine,
+    writer: StoreWriter[Row],
+    pending: Sequence[tuple[int, list[Row]]],
+    store_dtype: torch.dtype,
+) -> tuple[int, int]:
+    """Tokens of one request, and how many requests the engine is asked at a time.
 
-    An engine that is given batches gets one shard at a time; one that schedules by itself gets many, because
-    it idles between two requests.
+    An engine that is given batches gets one shard at a time; one that schedules by itself gets many, as far
+    as their states find room in memory, twice: on their way out of the engine and into the store.
     """
+    largest_shard = max((_num_tokens(rows) for _, rows in pending), default=1)
+    if engine.pads:
+        return largest_shard, engine.concurrency
     manifest = writer.manifest
     bytes_per_token = (len(manifest.layer_ids) + 1) * manifest.verifier.hidden_size * store_dtype.itemsize
-    largest = min(REQUEST_BYTES * engine.replicas, int(_memory_bytes() * MEMORY_SHARE)) // bytes_per_token
-    pending = [(number, rows, sum(len(row.input_ids) for row in rows)) for number, rows in writer.pending()]
-    left = sum(num_tokens for *_, num_tokens in pending)
-    requests: list[list[tuple[int, list[Row]]]] = []
-    filled = budget = 0
-    for number, rows, num_tokens in pending:
-        if not requests or filled + num_tokens > budget:
-            requests.append([])
-            filled, budget = 0, 0 if engine.pads else min(largest, int(left * TAIL_SHARE))
-        requests[-1].append((number, rows))
+    request_tokens = max(largest_shard, REQUEST_BYTES // bytes_per_token)
+    room = int(_memory_bytes() * MEMORY_SHARE) // (2 * request_tokens * bytes_per_token)
+    return request_tokens, max(2, min(engine.concurrency, room))
+
+
+def _requests(
+    pending: Sequence[tuple[int, list[Row]]], request_tokens: int
+) -> Iterator[list[tuple[int, list[Row]]]]:
+    """The pending shards, by number, in the groups in which the engine is asked for them."""
+    request: list[tuple[int, list[Row]]] = []
+    filled = 0
+    for number, rows in pending:
+        num_tokens = _num_tokens(rows)
+        if request and filled + num_tokens > request_tokens:
+            yield request
+            request, filled = [], 0
+        request.append((number, rows))
         filled += num_tokens
-        left -= num_tokens
-    return requests
+    if request:
+        yield request
+
+
+def _num_tokens(rows: Sequence[Row]) -> int:
+    return sum(len(row.input_ids) for row in rows)
 
 
 def _memory_bytes() -> int:
@@ -210,10 +228,10 @@ def _keep(writer: StoreWriter[Row], shard: ShardStates) -> None:
     save_partial(writer.path, shard.number, rows)
 
 
-def _wait(writing: deque[Future[None]], leave: int = 0) -> None:
-    """Wait until no more than `leave` writes are unfinished; raises the first error."""
-    while writing and (len(writing) > leave or writing[0].done()):
-        writing.popleft().result()
+def _wait(writing: deque[tuple[int, Future[None]]], leave: int = 0) -> None:
+    """Wait until the shards that are being written have no more than `leave` tokens; raises the first error."""
+    while writing and (sum(num_tokens for num_tokens, _ in writing) > leave or writing[0][1].done()):
+        writing.popleft()[1].result()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 
@@ -53,27 +54,28 @@ def write_safetensors(
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with open(path, "wb", buffering=0) as file:
-        stream = _Stream(file)
+    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+        stream = _Stream(file, hasher)
         stream.write(memoryview(len(text).to_bytes(8, "little") + text))
         for name in order:
             for piece in tensors[name]:
                 stream.write(_bytes_of(piece))
-    return stream.digest.hexdigest()
+    return stream.digest.hexdigest()  # of every byte: the hasher has ended
 
 
 class _Stream:
     """An open file, its checksum, and how much of it the disk was asked to take."""
 
-    def __init__(self, file: FileIO) -> None:
-        self.file = file
+    def __init__(self, file: FileIO, hasher: Executor) -> None:
+        """`hasher`: one thread, which hashes while the next bytes are written."""
+        self.file, self.hasher = file, hasher
         self.digest = hashlib.sha256()
         self.written = self.flushed = 0
 
     def write(self, data: memoryview) -> None:
         while data:
             count = self.file.write(data[:_CHUNK_BYTES])
-            self.digest.update(data[:count])
+            self.hasher.submit(self.digest.update, data[:count])
             data = data[count:]
             self.written += count
             if self.written - self.flushed >= _FLUSH_BYTES and hasattr(os, "posix_fadvise"):

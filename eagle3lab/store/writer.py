@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,8 @@ from eagle3lab.store.shards import (
     encode,
     write_shard,
 )
+
+ROW_THREADS = 8  # check and encode rows, of whatever shards are being written
 
 
 class StoreWriter(Generic[RowT]):
@@ -103,6 +106,7 @@ class StoreWriter(Generic[RowT]):
                 write_manifest(self.path, self.manifest)
                 write_index(self.path, [])
             self.notes += remove_leftovers(self.path)
+            self._pool = stack.enter_context(ThreadPoolExecutor(ROW_THREADS))
             self._claim = stack.pop_all()
         return self
 
@@ -143,14 +147,8 @@ class StoreWriter(Generic[RowT]):
         rows: list[RowEntry] = []
         pieces: dict[str, list[Tensor]] = {}
         offset = 0
-        for row, aux, last, token_ids in states:
-            ids = torch.tensor(row.input_ids, dtype=torch.int64)
-            mask = torch.tensor(row.loss_mask, dtype=torch.uint8)
-            self._check_row(row, ids, mask, aux, last, token_ids)
-            num_last = None
-            if not self.manifest.all_last_states:
-                last = last[kept_positions(mask)]
-                num_last = len(last)
+        for (row, *_), tensors in zip(states, self._pool.map(self._encode, states), strict=True):
+            num_last = None if self.manifest.all_last_states else len(tensors[LAST])
             rows.append(
                 RowEntry(
                     row.row_id,
@@ -158,13 +156,12 @@ class StoreWriter(Generic[RowT]):
                     row.split,
                     row.source,
                     offset,
-                    len(ids),
-                    int(mask.sum()),
+                    len(row.input_ids),
+                    sum(row.loss_mask),
                     num_last,
                 )
             )
-            offset += len(ids)
-            tensors = encode({INPUT_IDS: ids, LOSS_MASK: mask, AUX: aux, LAST: last}, self.manifest)
+            offset += len(row.input_ids)
             for name, tensor in tensors.items():
                 pieces.setdefault(name, []).append(tensor)
         name = shard_file(number)
@@ -198,6 +195,16 @@ class StoreWriter(Generic[RowT]):
 
     def _own(self) -> range:
         return shards_of_part(len(self.shards), self.manifest.part, self.manifest.num_parts)
+
+    def _encode(self, states: tuple[RowT, Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+        """One row, checked, as it goes into its shard."""
+        row, aux, last, token_ids = states
+        ids = torch.tensor(row.input_ids, dtype=torch.int64)
+        mask = torch.tensor(row.loss_mask, dtype=torch.uint8)
+        self._check_row(row, ids, mask, aux, last, token_ids)
+        if not self.manifest.all_last_states:
+            last = last[kept_positions(mask)]
+        return encode({INPUT_IDS: ids, LOSS_MASK: mask, AUX: aux, LAST: last}, self.manifest)
 
     def _holds(self, name: str, sha256: str) -> bool:
         return (self.path / name).is_file() and sha256_of(self.path / name) == sha256

@@ -47,7 +47,7 @@ def make_rows(count, length=10):
 class FakeEngine:
     """States that name their token; schedules by itself, like a serving engine."""
 
-    name, pads, concurrency, replicas = "fake", False, 2, 1
+    name, pads, concurrency = "fake", False, 2
 
     def __init__(self):
         self.requests = []
@@ -88,13 +88,12 @@ def tree(store):
 def small_requests(monkeypatch):
     """One shard of 20 tokens per request."""
     monkeypatch.setattr(capture_module, "REQUEST_BYTES", 20 * 3 * HIDDEN * 2)
-    monkeypatch.setattr(capture_module, "TAIL_SHARE", 1.0)
 
 
 def test_an_engine_that_schedules_by_itself_is_asked_for_several_shards_at_once(tmp_path):
     engine = FakeEngine()
     report = run(tmp_path / "store", make_rows(12), engine)
-    assert sorted(engine.requests) == [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10], [11, 12]]  # smaller to the end
+    assert engine.requests == [list(range(1, 13))]
     assert report.num_captured_rows == 12
     assert set(report.seconds) == {"capture", "write"}
     assert len(StoreReader(tmp_path / "store", verify="full")) == 12
