@@ -134,20 +134,16 @@ def main() -> None:
 
     results = []
     for k in arguments.ttt_steps:
-        loops: dict[str, BareLoop] = {}
-        for step in dict.fromkeys((arguments.step, "pruned", "reference")):
-            loops[step] = BareLoop(
-                verifier, k, step, device=size.device, seq_len=size.seq_len, document=size.document
-            )
-        before = {step: bare_speed(loop, size) for step, loop in loops.items()}
-        print(f"bare loops, K={k}: {before}", flush=True)
-        del loops["reference" if arguments.step == "pruned" else "pruned"]
-        gc.collect()
+        loop = BareLoop(
+            verifier, k, arguments.step, device=size.device, seq_len=size.seq_len, document=size.document
+        )
+        before = bare_speed(loop, size)
+        print(f"bare loop, K={k}: {before:,.0f} tok/s", flush=True)
         for storage, store in stores.items():
             out = work / f"run-k{k}-{storage}"
             summary = train(size, verifier, store, out, k, arguments.updates, arguments.step)
-            again = bare_speed(loops[arguments.step], size)
-            bare, speed = max(before[arguments.step], again), summary["tokens_per_second"]
+            again = bare_speed(loop, size)
+            bare, speed = max(before, again), summary["tokens_per_second"]
             results.append(
                 {
                     "storage": storage,
