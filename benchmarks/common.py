@@ -29,19 +29,20 @@ def hardware_name() -> str:
 def write_results(
     target: Path, rows: Sequence[dict[str, Any]], *, notes: dict[str, Any] | None = None
 ) -> None:
-    """Write `{command, commit, date, hardware, versions, rows}`; the commit may come from EAGLE3LAB_COMMIT.
+    """Write `{command, commit, date, hardware, versions, rows}`.
 
-    A commit that is not all of the code that ran says so.
+    A commit that is not all of the code that ran says so. EAGLE3LAB_COMMIT names the commit of a copy that git
+    knows nothing about, and is believed.
     """
     words = list(sys.argv)
     for option in ("--out", "--work"):  # where files lay on that machine says nothing
         if option in words:
             del words[words.index(option) : words.index(option) + 2]
     state = git_state(ROOT)
-    commit = os.environ.get("EAGLE3LAB_COMMIT") or state["commit"]
+    commit = f"{state['commit']} and uncommitted changes" if state["dirty"] else state["commit"]
     content = {
         "command": " ".join(["python", *words]),
-        "commit": f"{commit} and uncommitted changes" if state["dirty"] else commit,
+        "commit": os.environ.get("EAGLE3LAB_COMMIT") or commit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "hardware": hardware_name(),
         "versions": {"python": platform.python_version(), **package_versions(), "torch": torch.__version__},

@@ -158,7 +158,9 @@ def main() -> None:
             run = {name: summary[name] for name in kept} | {"bare_before": before, "bare_after": again}
             notes[f"k{k}_{storage}"] = run
             print(results[-1], flush=True)
-    write_results(arguments.out, results, notes=notes)
+            write_results(
+                arguments.out, results, notes=notes
+            )  # what was measured stays when a later one fails
 
 
 if __name__ == "__main__":
