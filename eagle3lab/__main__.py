@@ -16,6 +16,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "main",
         "look into a store, check it, join parts, import older files",
     ),
+    "compare": ("eagle3lab.commands.compare", "main", "which draft is accepted more, over the same prompts"),
     "doctor": ("eagle3lab.doctor.command", "main", "check machine, verifier and store before a run"),
 }
 

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,12 +18,13 @@ from eagle3lab.config import compose
 from eagle3lab.config.check import CHECKS
 from eagle3lab.config.errors import StoppedBySignal, UserError, raise_all
 from eagle3lab.config.flops import flops_counter
+from eagle3lab.config.foreign_code import foreign_code
 from eagle3lab.config.help import help_text
 from eagle3lab.config.invocation import Invocation, absolute_data, absolute_model, default_store, named
 from eagle3lab.config.names import honest_choices
 from eagle3lab.config.plan import StoreCounts, plan_extraction, plan_training
 from eagle3lab.config.plan_text import describe_extraction, describe_training, require_fit
-from eagle3lab.config.schema import EvaluateRoot, ExtractRoot, ModelConfig, TrainRoot
+from eagle3lab.config.schema import EvaluateRoot, ExtractRoot, TrainRoot
 from eagle3lab.config.stamp import is_rank_zero
 from eagle3lab.experiments.stages import stage_seconds
 
@@ -53,7 +55,8 @@ def main(entry: str) -> None:
         try:
             typed, problems = compose.to_typed(cfg, compose.ROOTS[entry])
             raise_all([*problems, *(CHECKS[entry](typed) if typed is not None else [])])
-            _say_foreign_code(typed.model)
+            if is_rank_zero() and (said := foreign_code(typed.model)):
+                print(said)
             return runs[entry](typed, invocation)
         except UserError as error:
             if invocation.sweep_dir is not None or show_traceback:
@@ -74,12 +77,6 @@ def main(entry: str) -> None:
             raise
         overrides = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
         _exit_with(compose.explain(error, entry, overrides, CHECKS[entry]))
-
-
-def _say_foreign_code(model: ModelConfig) -> None:
-    if model.trust_remote_code and is_rank_zero():
-        places = " and ".join(place for place in (model.path, model.tokenizer) if place)
-        print(f"model.trust_remote_code=true: code that lies in {places} will be run")
 
 
 def _exit_with(error: UserError) -> NoReturn:
@@ -157,10 +154,11 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
 
     from eagle3lab.draft.speculators_model import build_draft
     from eagle3lab.draft.vocabulary import DraftVocabulary
+    from eagle3lab.evaluate.meter import open_meter
     from eagle3lab.experiments.lifecycle import about, begin_run, finish_run, tracked
     from eagle3lab.extract.on_demand import open_store
     from eagle3lab.extract.pipeline import verifier_identity
-    from eagle3lab.extract.self_test import self_test_store
+    from eagle3lab.extract.self_test import self_test_line
     from eagle3lab.store.manifest import check_identity, check_template_args
     from eagle3lab.training.build import build_module, pack_preparer
     from eagle3lab.training.checkpoint_state import load_weights
@@ -200,32 +198,27 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
     run_dir = Path(str(cfg.run_dir))
     provenance = begin_run(cfg, invocation, run_dir, store.manifest) if is_rank_zero() else {}
     say = print if is_rank_zero() else (lambda *_: None)
-    say(start_lines(cfg, plan, updates, run_dir, vocabulary.coverage(counts)))
-    if cfg.train.self_test and is_rank_zero() and not cfg.resume:
-        report = self_test_store(
-            store,
-            verifier,
-            facts,
-            num_rows=cfg.train.self_test_rows,
-            device=hardware.accelerator.value,
-            trust_remote_code=cfg.model.trust_remote_code,
-        )
-        say(f"alignment self-test passed: {report}")
-    elif not cfg.train.self_test:
-        say(
-            "alignment self-test: SWITCHED OFF (train.self_test=false); a store taken one layer off would not be noticed"
-        )
+    say(start_lines(cfg, plan, updates, run_dir, vocabulary.coverage(counts), data.domains))
+    if is_rank_zero() and not (cfg.resume and cfg.train.self_test):
+        device, trusted = hardware.accelerator.value, cfg.model.trust_remote_code
+        num_rows = cfg.train.self_test_rows if cfg.train.self_test else 0
+        say(self_test_line(store, facts, num_rows=num_rows, device=device, trust_remote_code=trusted))
 
     edge = load_edge_weights(facts)
-    draft = build_draft(
-        cfg.draft,
-        facts,
-        edge,
-        vocabulary,
-        aux_layer_ids,
-        attention=hardware.attention.value,
-        seed=cfg.train.seed,
-    )
+    new_draft = partial(build_draft, cfg.draft, facts, edge, vocabulary, aux_layer_ids, seed=cfg.train.seed)
+    draft = new_draft(attention=hardware.attention.value)
+    meter = None
+    if cfg.train.acceptance.every_updates and is_rank_zero():
+        meter = open_meter(
+            cfg.train.acceptance,
+            model=cfg.model,
+            hardware=hardware,
+            facts=facts,
+            store=store,
+            draft=new_draft(attention="sdpa"),
+            ttt_steps=cfg.draft.ttt_steps,
+        )
+        say(meter.description)
     module = build_module(
         draft,
         updates,
@@ -254,10 +247,11 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
             about=about(cfg, provenance, tracker),
             needed_flops=flops_counter(cfg.draft, shapes, len(aux_layer_ids)),
             seconds_before=process_seconds(),
+            measure_acceptance=meter.measure if meter else None,
         )
         if not is_rank_zero():
             return None
-        results.update(summary.best_validation or summary.last_validation)
+        results.update(summary.best_validation or summary.last_validation, selection=summary.selection)
         exported_update = load_weights(draft, Path(summary.best_checkpoint or summary.last_checkpoint))
         exported = {"exported_update": exported_update, "exported_weights": weights_label(cfg.optim)}
         finish_run(cfg, draft, run_dir, summary.to_json() | exported, provenance)
@@ -277,8 +271,10 @@ def run_evaluate(cfg: EvaluateRoot, invocation: Invocation) -> float | None:
     out = invocation.path(cfg.out) if cfg.out else draft.parent / f"evaluation-{cfg.prompts.name}"
     from rich.console import Console
 
-    from eagle3lab.evaluate.report import plot_acceptance, results_table
+    from eagle3lab.evaluate.plot import plot_acceptance
+    from eagle3lab.evaluate.report import figures, results_table, summary_figures
     from eagle3lab.evaluate.run import evaluate_draft
+    from eagle3lab.experiments.evaluation_run import simulated_acceptance, track_evaluation
 
     started = time.perf_counter()
     evaluation = evaluate_draft(
@@ -288,10 +284,15 @@ def run_evaluate(cfg: EvaluateRoot, invocation: Invocation) -> float | None:
         prompts=dataclasses.replace(cfg.prompts, path=invocation.text(cfg.prompts.path)),
         decode=cfg.decode,
         out=out,
+        simulated=simulated_acceptance(draft),
     )
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(results_table(evaluation))
     for stage, seconds in stage_seconds(draft, time.perf_counter() - started):
         print(f"  {stage:<20} {seconds:8.1f} s")
-    print(f"figures {out / 'evaluation.json'}, plot {plot_acceptance(evaluation, out)}")
+    plot, (columns, rows) = plot_acceptance(evaluation, out), figures(evaluation)
+    track_evaluation(
+        cfg.logger.wandb, out, evaluation.setup, summary_figures(evaluation), columns, rows, plot
+    )
+    print(f"figures {out / 'evaluation.json'}, plot {plot}")
     return evaluation.variant(k=max(cfg.decode.k)).overall.acceptance_length

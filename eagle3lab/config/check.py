@@ -9,6 +9,7 @@ from typing import Any
 
 from .bounds import positive as _positive
 from .bounds import within as _within
+from .check_decode import check_decode
 from .check_loss import check_loss
 from .check_optim import check_optim
 from .check_sampling import check_sampling
@@ -29,6 +30,7 @@ from .schema import (
     TrainRoot,
     VerifierSource,
 )
+from .selection import check_selection
 
 
 def check_train(cfg: TrainRoot) -> list[Problem]:
@@ -42,6 +44,7 @@ def check_train(cfg: TrainRoot) -> list[Problem]:
         *check_loss(cfg.loss),
         *check_optim(cfg.optim),
         *_budget(cfg.train, cfg.hardware),
+        *check_selection(cfg.train.select_by, cfg.train.early_stopping, cfg.train.acceptance),
     ]
 
 
@@ -68,10 +71,10 @@ def check_evaluate(cfg: EvaluateRoot) -> list[Problem]:
     problems = [
         *_model(cfg.model),
         *_hardware(cfg.hardware),
-        *_positive("decode.max_new_tokens", cfg.decode.max_new_tokens),
+        *_positive("prompts.max_prompts", cfg.prompts.max_prompts),
+        *check_decode(cfg.decode),
+        *(_engine(cfg.hardware) if cfg.decode.backend is not Backend.hf else ()),
     ]
-    if not cfg.decode.k or any(k < 1 for k in cfg.decode.k):
-        problems.append(Problem("decode.k", cfg.decode.k, "a list of numbers from 1", "decode.k=[3]"))
     if not Path(cfg.draft_dir).expanduser().is_dir():
         problems.append(
             Problem(

@@ -44,8 +44,8 @@ class Invocation:
         return (self.cwd / Path(text).expanduser()).absolute()
 
     def text(self, path: str | None) -> str | None:
-        """The same for a field: None stays None, and `asset:NAME` names a shipped file."""
-        return path if path is None or path.startswith("asset:") else str(self.path(path))
+        """The same for a field: None stays None; `asset:NAME` is a shipped file, `package:NAME` a fetched one."""
+        return path if path is None or path.startswith(("asset:", "package:")) else str(self.path(path))
 
     def resume_command(self, run_dir: Path) -> str:
         """What to type to go on with a training run of this job, with the launcher it was started by."""
@@ -106,8 +106,12 @@ def named(cfg: TrainRoot, invocation: Invocation) -> TrainRoot:
     else:
         run_dir = invocation.path(cfg.outputs) / run_name / run_stamp()
     store = invocation.path(cfg.store) if cfg.store else default_store(cfg.model, cfg.data, invocation)
+    acceptance = dataclasses.replace(
+        cfg.train.acceptance, prompts=invocation.text(cfg.train.acceptance.prompts)
+    )
     return dataclasses.replace(
         cfg,
+        train=dataclasses.replace(cfg.train, acceptance=acceptance),
         run_name=run_name,
         run_dir=str(run_dir),
         store=str(store),

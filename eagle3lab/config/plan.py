@@ -128,6 +128,10 @@ def plan_training(
         / GIB,
         "batches in flight": 2 * batch / GIB,
     }
+    if train.acceptance.every_updates:  # on the first device, which must hold it
+        own = (size.trainable + size.frozen) * bytes_per_state
+        verifier = shapes.num_parameters * max(bytes_per_state, shapes.bytes_per_parameter)
+        memory["verifier and a second draft, to decode with"] = (verifier + own) / GIB
     speed = None
     if hardware.peak_tflops:
         speed = (
@@ -135,12 +139,7 @@ def plan_training(
             * hardware.peak_tflops
             * 1e12
             * hardware.assumed_mfu
-            / flops_per_token(
-                draft,
-                shapes,
-                num_aux,
-                supervised_share=share,
-            )
+            / flops_per_token(draft, shapes, num_aux, supervised_share=share)
         )
     store_dtype = store.dtype if store else StoreDtype.bfloat16
     # of supervised last states there is about one more per answer

@@ -12,6 +12,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from .selection import AcceptanceConfig, EarlyStoppingConfig, SelectBy
+
 
 class VerifierSource(Enum):
     """Where the verifier's files come from."""
@@ -332,6 +334,10 @@ class TrainerConfig:
     validate_every_updates: int | None = None  # default: at the end of every epoch
     save_every_updates: int | None = None  # default: after every validation
     log_every_updates: int = 10
+    validate_untrained: bool = True  # also before the first update
+    select_by: SelectBy = SelectBy.simulated_acceptance  # of which validation the draft is exported
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
+    acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     self_test_rows: int = 2  # rows sampled by the alignment self-test at start
     self_test: bool = True
 
@@ -355,20 +361,32 @@ class ExtractorConfig:
 
 @dataclass
 class PromptsConfig:
-    """A set of prompts to decode; never trained on."""
+    """A set of prompts to decode; never trained on: one that the draft has seen is refused."""
 
     name: str = MISSING
-    path: str | None = (
-        None  # JSONL of {"id", "category", "turns": [...]} or messages; `asset:NAME` is shipped
-    )
-    max_prompts: int | None = None
+    # JSONL of {"id", "category", "turns": [...]} or messages; `asset:NAME` is shipped, `package:NAME` fetched once
+    path: str | None = None
+    max_prompts: int | None = None  # the first ones of every category, as evenly as they can be; default: all
+    leave_out_trained_on: bool = False  # count what the draft was trained on instead of refusing it
+
+
+class Proposal(Enum):
+    """Which tokens are drafted where text is sampled."""
+
+    greedy = "greedy"  # the draft's likeliest: what vLLM does unless told otherwise
+    probabilistic = "probabilistic"  # drawn from the draft's distribution
 
 
 @dataclass
 class DecodeConfig:
-    """How `evaluate.py` decodes."""
+    """How `evaluate.py` decodes. Every k with every temperature and every batch size."""
 
+    backend: Backend = Backend.auto  # hf: the reference decoder, one text at a time
     k: list[int] = field(default_factory=lambda: [3])  # drafted tokens per verification step
+    temperature: list[float] = field(default_factory=lambda: [0.0])  # 0 is greedy
+    batch_sizes: list[int] = field(default_factory=lambda: [1])  # together; acceptance is of the first
+    proposal: Proposal = Proposal.greedy
+    seed: int = 0  # of sampled texts, of the untrained draft and of the intervals
     max_new_tokens: int = 64
     untrained: bool = False  # also measure the same draft before training
     precision: Precision = Precision.fp32

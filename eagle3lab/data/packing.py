@@ -24,8 +24,9 @@ class PackBatchSampler(Sampler[list[int]]):
     All ranks get equally many packs: with `drop_last` the fewer than R packs at the end of an epoch are
     left out (`num_left_out`), without it the missing ones are filled with `Unweighted` rows.
 
-    lengths: exact tokens of every dataset item, after the shift. Raises UserError when a row is longer
-    than `max_len`, or when there are too few packs for the ranks.
+    lengths: exact tokens of every dataset item, after the shift. groups: of every item; rows of two groups
+    never share a pack, and without shuffling the groups follow each other. Raises UserError when a row is
+    longer than `max_len`, or when there are too few packs for the ranks.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class PackBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = True,
+        groups: Sequence[int] | None = None,
     ) -> None:
         if not 0 <= rank < num_replicas or packs_per_update_per_rank < 1:
             raise ValueError(f"rank {rank} of {num_replicas}, {packs_per_update_per_rank} packs per update")
         self.lengths: NDArray[np.int64] = np.asarray(lengths, dtype=np.int64)
         self.max_len = max_len
+        self.groups = np.zeros(len(lengths), dtype=np.int64) if groups is None else np.asarray(groups)
         self.num_replicas = num_replicas
         self.rank = rank
         self.packs_per_update_per_rank = packs_per_update_per_rank
@@ -114,7 +117,11 @@ class PackBatchSampler(Sampler[list[int]]):
         if key not in self._plans:
             count = len(self.lengths)
             order = shuffled(count, self.seed, key, 0) if self.shuffle else np.arange(count)
-            packs = pack_rows(self.lengths, self.max_len, order)
+            packs = [
+                pack
+                for group in np.unique(self.groups)
+                for pack in pack_rows(self.lengths, self.max_len, order[self.groups[order] == group])
+            ]
             if self.shuffle:
                 packs = [packs[i] for i in shuffled(len(packs), self.seed, key, 1)]
             self._plans = {kept: self._plans[kept] for kept in self._plans if kept == self.epoch}

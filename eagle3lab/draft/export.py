@@ -18,7 +18,8 @@ from torch import Tensor
 
 from eagle3lab.config.errors import IntegrityError, Problem, UserError
 from eagle3lab.draft import format as draft_format
-from eagle3lab.draft.format import CONFIG_FILE, PROVENANCE_FILE, WEIGHTS_FILE, DraftShape
+from eagle3lab.draft.belonging import CONFIG_HASH, WEIGHT_FINGERPRINT, refuse_other_verifier
+from eagle3lab.draft.format import CONFIG_FILE, PROVENANCE_FILE, WEIGHTS_FILE
 from eagle3lab.draft.frozen import widen_frozen
 from eagle3lab.draft.inference import ChainDrafter
 from eagle3lab.draft.speculators_model import (
@@ -27,6 +28,8 @@ from eagle3lab.draft.speculators_model import (
     fill_verifier_target,
     vocabulary_of,
 )
+from eagle3lab.store.files import sha256_of
+from eagle3lab.store.trained_on import TRAINED_ON_FILE
 from eagle3lab.verifier.facts import VerifierFacts
 
 if TYPE_CHECKING:
@@ -45,18 +48,22 @@ def export_draft(
     provenance: Mapping[str, Any],
     *,
     verifier_name: str | None = None,
+    verifier_fingerprint: str | None = None,
+    trained_on: Path | None = None,
 ) -> None:
     """Write config.json, model.safetensors and provenance.json, read them back, then move them in place.
 
     An earlier export in `directory` is replaced only after the new one passed. Weights keep the dtype of
     the trained ones; the embedding is included, so a reader needs no verifier (vLLM shares it with the verifier's
-    where the two are equal). `verifier_name` replaces the path the verifier was read from.
+    where the two are equal). `verifier_name` replaces the path the verifier was read from, and
+    `verifier_fingerprint` (see `weight_fingerprint`) tells its weights from others of the same shapes.
+    `trained_on`: the store's `TRAINED_ON_FILE`, which goes along.
     Raises IntegrityError when what was written is not what was trained.
     """
     directory = Path(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     widen_frozen(model)
-    config = _exported_config(model, verifier_name)
+    config = _exported_config(model, verifier_name, verifier_fingerprint)
     tensors = {
         name: tensor.detach().cpu().contiguous()
         for name, tensor in model.state_dict().items()
@@ -69,7 +76,12 @@ def export_draft(
         # safetensors writes for the owner alone, whatever the umask.
         (staging / WEIGHTS_FILE).chmod((staging / CONFIG_FILE).stat().st_mode)
         _sync(staging / WEIGHTS_FILE)
-        _write_json(staging / PROVENANCE_FILE, {**provenance, "verifier": _identity(config)})
+        said = {**provenance, "verifier": _identity(config)}
+        if trained_on is not None:
+            shutil.copyfile(trained_on, staging / TRAINED_ON_FILE)
+            _sync(staging / TRAINED_ON_FILE)
+            said[TRAINED_ON_FILE] = {"sha256": sha256_of(staging / TRAINED_ON_FILE)}
+        _write_json(staging / PROVENANCE_FILE, said)
         _sync(staging)
         _compare_with(model, staging)
         staging.chmod(0o755)
@@ -95,7 +107,7 @@ def load_draft(
     """
     directory = Path(directory)
     config, tensors = read_export(directory)
-    _refuse_other_verifier(directory, config, tensors, facts, edge)
+    refuse_other_verifier(directory, config, tensors, facts, edge)
     model = _model_from(config, tensors, attention)
     fill_verifier_target(model, edge, vocabulary_of(model))
     assert_finite(model)
@@ -130,11 +142,15 @@ def read_export(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, tensors
 
 
-def _exported_config(model: Any, verifier_name: str | None) -> dict[str, Any]:
+def _exported_config(
+    model: Any, verifier_name: str | None, verifier_fingerprint: str | None
+) -> dict[str, Any]:
     config = json.loads(model.config.to_json_string())
     config["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
     if verifier_name is not None:
         config["speculators_config"]["verifier"]["name_or_path"] = verifier_name
+    if verifier_fingerprint is not None:
+        config[WEIGHT_FINGERPRINT] = verifier_fingerprint
     return config
 
 
@@ -143,7 +159,8 @@ def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name_or_path": verifier["name_or_path"],
         "architectures": verifier["architectures"],
-        "config_hash": config.get("verifier_config_hash"),
+        "config_hash": config.get(CONFIG_HASH),
+        "weight_fingerprint": config.get(WEIGHT_FINGERPRINT),
         "hidden_size": layer["hidden_size"],
         "vocab_size": layer["vocab_size"],
         "aux_layer_ids": config["eagle_aux_hidden_state_layer_ids"],
@@ -225,41 +242,6 @@ def _dense_attention(model: Any) -> Iterator[None]:
         yield
     finally:
         layer_config._attn_implementation = trained_with
-
-
-def _refuse_other_verifier(
-    directory: Path,
-    config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    facts: VerifierFacts,
-    edge: EdgeWeights,
-) -> None:
-    shape: DraftShape = draft_format.engine_view(config)
-    reasons = []
-    if shape.hidden_size != facts.hidden_size:
-        reasons.append(
-            Problem("hidden size of the draft's verifier", shape.hidden_size, str(facts.hidden_size))
-        )
-    if shape.vocab_size != facts.vocab_size:
-        reasons.append(Problem("vocabulary of the draft's verifier", shape.vocab_size, str(facts.vocab_size)))
-    recorded = config.get("verifier_config_hash")
-    if recorded is not None and recorded != facts.config_hash:
-        reasons.append(Problem("config hash of the draft's verifier", recorded, facts.config_hash))
-    if not reasons and edge.embedding is not None:
-        same = torch.equal(tensors["embed_tokens.weight"].float(), edge.embedding.float().cpu())
-        if not same:
-            reasons.append(Problem("the draft's embedding is not this verifier's", expected="equal weights"))
-    if reasons:
-        was = config["speculators_config"]["verifier"]["name_or_path"]
-        raise UserError(
-            Problem(
-                f"the draft in {directory} belongs to another verifier ({was})",
-                str(facts.path),
-                "the verifier it was trained for",
-                f"model.path={was}",
-            ),
-            *reasons,
-        )
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

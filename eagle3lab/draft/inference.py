@@ -1,4 +1,4 @@
-"""Greedy chain drafting with a key-value cache, through the draft's own layers, one sequence at a time.
+"""Chain drafting with a key-value cache, through the draft's own layers, one sequence at a time.
 
 Mirrors what an engine does: verified tokens enter with the verifier's aux states (step 0) and stay in
 the cache; the k-1 further steps of a proposal run on the draft's own state, and their keys are dropped.
@@ -6,6 +6,7 @@ the cache; the k-1 further steps of a proposal run on the draft's own state, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class _Cache:
 
 
 class ChainDrafter:
-    """Drafts greedy chains for one growing sequence.
+    """Drafts chains, greedy or sampled, for one growing sequence.
 
     The pair j of a sequence is (token j + 1, aux state of token j), at position j + 1, as in training.
     Needs a model built with sdpa or eager attention; weights are used as they are, without autocast.
@@ -107,6 +108,33 @@ class ChainDrafter:
     @torch.no_grad()
     def propose_with_logits(self, num_tokens: int) -> tuple[list[int], Tensor]:
         """As `propose`, with the logits of every step: `[num_tokens, draft_vocab_size]`."""
+        return self._chain(num_tokens, lambda logits: int(logits.argmax()))
+
+    @torch.no_grad()
+    def sample(
+        self, num_tokens: int, temperature: float, generator: torch.Generator
+    ) -> tuple[list[int], Tensor]:
+        """As `propose`, every token drawn from the draft's own distribution; and those distributions.
+
+        generator: on the CPU. The distributions are `[num_tokens, vocab_size]` over the verifier's vocabulary,
+        zero where the draft has no word, float64 on the CPU.
+        """
+        drawn_from: list[Tensor] = []
+
+        def draw(logits: Tensor) -> int:
+            drawn_from.append(torch.softmax(logits.double().cpu() / temperature, dim=-1))
+            return int(torch.multinomial(drawn_from[-1], 1, generator=generator))
+
+        chain, _ = self._chain(num_tokens, draw)
+        proposals = torch.stack(drawn_from)
+        if self._verifier_ids is None:
+            return chain, proposals
+        widened = proposals.new_zeros(num_tokens, self._model.t2d.shape[0])
+        widened[:, self._verifier_ids] = proposals
+        return chain, widened
+
+    def _chain(self, num_tokens: int, pick: Callable[[Tensor], int]) -> tuple[list[int], Tensor]:
+        """Verifier ids that follow the last pair, and the logits that `pick` chose them from."""
         if self._last is None:
             raise ValueError("nothing to continue: extend with at least one verified pair first")
         state = self._last[None]  # shape: [1, hidden_size]
@@ -117,7 +145,7 @@ class ChainDrafter:
                 token = torch.tensor(chain[-1:], device=state.device)
                 state = self._run(state, token, self._num_pairs + step - 1)
             logits = self.logits(state)
-            draft_id = int(logits[0].argmax())
+            draft_id = pick(logits[0])
             chain.append(draft_id if self._verifier_ids is None else self._verifier_ids[draft_id])
             all_logits.append(logits)
         self._cache.crop(self._num_pairs)

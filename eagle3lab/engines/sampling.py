@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -24,3 +26,9 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     if sampling.top_p < 1:
         probabilities = probabilities.where(before < sampling.top_p, torch.zeros(()))
     return int(order[int(torch.multinomial(probabilities, 1, generator=generator))])
+
+
+def hashed_seed(*parts: object) -> int:
+    """The seed of one request, of 63 bits: a hash of what makes it this one."""
+    digest = hashlib.sha256("\n".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

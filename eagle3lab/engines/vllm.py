@@ -6,9 +6,8 @@ import contextlib
 import gc
 import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from threading import Lock
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -16,18 +15,22 @@ import transformers
 from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.engines.base import Answer, EngineDied, EngineError, Sampling, first_line
 from eagle3lab.engines.deadline import child_processes, deadline
-from eagle3lab.engines.turns import Turns
+from eagle3lab.engines.process_state import remember_process
 from eagle3lab.engines.vllm_capabilities import installed_version, require_vllm
+from eagle3lab.engines.vllm_cpu_sampling import mend_sampler
+from eagle3lab.engines.vllm_decode import DecodedPass, DecodeRequest, decode_pass
 from eagle3lab.engines.vllm_files import drop_files, file_of
 from eagle3lab.engines.vllm_settings import VllmSettings
+from eagle3lab.engines.vllm_turns import Backlog, in_process, turns_over
 from eagle3lab.engines.vllm_worker import rank_zero
 
-FLUSH_STEPS = 3
+T = TypeVar("T")
+TOP_LOGITS = 20  # vLLM's own limit for a request
 CLOSE_SECONDS = 120.0
 
 
 class VllmRunner:
-    """`vllm.LLM` with hidden-state extraction, as an `EngineRunner`: it answers with files, not with tensors."""
+    """`vllm.LLM` as an `EngineRunner` or a `DecodingRunner`; hidden states are handed over as files."""
 
     def __init__(self, settings: VllmSettings) -> None:
         """Load the verifier.
@@ -35,25 +38,27 @@ class VllmRunner:
         Raises:
             UserError: vllm is missing, too old, cannot run this verifier, or is not ready in time.
         """
-        self._put_back = _remember_process()
+        self._put_back = remember_process()
         settings.prepare_environment()
         try:
-            require_vllm(settings.device)
+            require_vllm(settings.device, decodes=settings.decoding is not None)
         except UserError:
             self._put_back()
             raise
         import vllm
 
+        if settings.device == "cpu" and settings.decoding is not None:
+            mend_sampler()
         self.settings = settings
         self._calls = 0
         self._dead: str | None = None
         self._spare = child_processes()
         self._llm: Any = None
-        self._turns = Turns(self._add, self._step, self._flush, lambda answer: drop_files([file_of(answer)]))
-        self._counting, self._waited_for = Lock(), 0
+        self._backlog = Backlog()
         try:
             with deadline(settings.start_seconds, "starting vLLM", spare=self._spare):
                 self._llm = vllm.LLM(**settings.arguments())
+            self._turns = turns_over(self._llm)
             self._require_long_prompts_fit()
         except UserError:
             self.close()
@@ -67,7 +72,7 @@ class VllmRunner:
                     f"vLLM {vllm.__version__} could not load the verifier ({first_line(error)})",
                     str(settings.path),
                     "a verifier that this vLLM serves, on devices that hold it",
-                    "hardware.engine.tensor_parallel=N, hardware.engine.memory_share=0.8, extract.backend=hf; "
+                    f"hardware.engine.tensor_parallel=N, hardware.engine.memory_share=0.8, {settings.instead}; "
                     "VLLM_LOGGING_LEVEL=INFO shows vLLM's own account",
                 )
             ) from error
@@ -113,6 +118,31 @@ class VllmRunner:
         ends = [output.outputs[0] for output in outputs]
         return [Answer(tuple(end.token_ids), end.finish_reason == "stop") for end in ends]
 
+    def decode(
+        self, requests: Sequence[DecodeRequest], temperature: float, at_once: int, end_ids: Collection[int]
+    ) -> DecodedPass:
+        """Decode with the draft that the engine was started with, or without one; raises as `ask`."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        def parameters(seed: int, most: int) -> SamplingParams:
+            limits = {"seed": seed, "max_tokens": most, "ignore_eos": True, "detokenize": False}
+            return SamplingParams(temperature=temperature, output_kind=RequestOutputKind.DELTA, **limits)
+
+        decoding, engine = self.settings.decoding, self._llm.llm_engine
+        assert decoding is not None
+        how: dict[str, Any] = {"at_once": at_once, "end_ids": end_ids, "k": decoding.k}
+        num_tokens = sum(len(r.prompt) + r.budget for r in requests)
+        return self._bounded(num_tokens, lambda: decode_pass(engine, requests, parameters, **how))
+
+    def top_logits(self, rows: Sequence[Sequence[int]]) -> list[dict[int, float]]:
+        """The verifier's largest logits after each row, by token id; raises as `ask`."""
+        outputs = self._generate(rows, logprobs=TOP_LOGITS)
+        return [
+            {int(token): float(entry.logprob) for token, entry in output.outputs[0].logprobs[0].items()}
+            for output in outputs
+        ]
+
     def record(self, row: Sequence[int], layer_ids: Sequence[int], path: str) -> list[str]:
         """Prefill one row with our own hooks in the workers, whose recording goes to `path`.
 
@@ -136,7 +166,7 @@ class VllmRunner:
         if self._llm is None:
             return
         core = self._llm.llm_engine.engine_core
-        in_process = self._in_process
+        in_this_process = in_process(self._llm)
         self._llm = None
         # EngineDied says that they were ended by force, and ended they should be
         with (
@@ -146,7 +176,7 @@ class VllmRunner:
             core.shutdown()
         del core
         gc.collect()
-        if in_process:
+        if in_this_process:
             self._clear_process()
         self._put_back()
         if torch.cuda.is_available():
@@ -164,64 +194,60 @@ class VllmRunner:
         max_tokens: int = 1,
         requests: Sequence[tuple[int | None, int]] = (),
         sampling: Sampling | None = None,
+        logprobs: int | None = None,
     ) -> list[Any]:
         """Greedy for `max_tokens`, unless every row has a (seed, max_tokens) of its own in `requests`."""
         from vllm import SamplingParams
 
+        requests = requests or [(None, max_tokens)] * len(rows)
+
+        def ask() -> list[Any]:
+            drawn = sampling or Sampling(0.0, 1.0, 0, self.settings.eos_token_ids)
+            parameters = [
+                SamplingParams(
+                    temperature=drawn.temperature,
+                    top_p=drawn.top_p,
+                    top_k=drawn.top_k,
+                    seed=seed,
+                    max_tokens=most,
+                    stop_token_ids=list(drawn.stop_token_ids),
+                    detokenize=False,
+                    logprobs=logprobs,
+                )
+                for seed, most in requests
+            ]
+            return self._turns.ask([{"prompt_token_ids": list(row)} for row in rows], parameters)
+
+        return self._bounded(sum(map(len, rows)) + sum(most for _, most in requests), ask)
+
+    def _bounded(self, num_tokens: int, work: Callable[[], T]) -> T:
+        """What `work` over `num_tokens` returns, within its time; raises as `ask`."""
         if self._dead or self._llm is None:
             raise EngineDied(self._dead or "the engine is closed")
-        requests = requests or [(None, max_tokens)] * len(rows)
-        drawn = sampling or Sampling(0.0, 1.0, 0, self.settings.eos_token_ids)
-        parameters = [
-            SamplingParams(
-                temperature=drawn.temperature,
-                top_p=drawn.top_p,
-                top_k=drawn.top_k,
-                seed=seed,
-                max_tokens=most,
-                stop_token_ids=list(drawn.stop_token_ids),
-                detokenize=False,
-            )
-            for seed, most in requests
-        ]
-        prompts = [{"prompt_token_ids": list(row)} for row in rows]
-        num_tokens = sum(map(len, rows)) + sum(most for _, most in requests)
         try:
             with (
-                self._waiting(num_tokens) as seconds,
-                deadline(seconds, "a request to vLLM", spare=self._spare, wake=self._wake),
+                self._backlog.behind(num_tokens) as all_tokens,
+                deadline(
+                    self.settings.answer_seconds(all_tokens),
+                    "a request to vLLM",
+                    spare=self._spare,
+                    wake=self._wake,
+                ),
             ):
-                return self._turns.ask(prompts, parameters)
+                return work()
         except EngineDied as error:
             self._dead = str(error)
             raise
+        except EngineError:
+            raise
         except Exception as error:
             kind = type(error).__name__
-            if "Dead" in kind or self._in_process:  # a scheduler in this process may go round for ever now
+            # a scheduler in this very process may go round for ever now
+            if "Dead" in kind or in_process(self._llm):
                 self._dead = f"vLLM ended ({kind}: {first_line(error)})"
             if self._dead:
                 raise EngineDied(self._dead) from error
             raise EngineError(f"{kind}: {first_line(error)}") from error
-
-    @contextlib.contextmanager
-    def _waiting(self, num_tokens: int) -> Iterator[float]:
-        """The seconds that a request of `num_tokens` may take behind those that are waited for already."""
-        with self._counting:
-            self._waited_for += num_tokens
-            seconds = self.settings.answer_seconds(self._waited_for)
-        try:
-            yield seconds
-        finally:
-            with self._counting:
-                self._waited_for -= num_tokens
-
-    def _add(self, prompts: Sequence[Any], parameters: Sequence[Any]) -> list[tuple[str, ...]]:
-        """Hand prompts to the scheduler; the names that answers may have, with vLLM's suffix and without."""
-        names = self._llm.enqueue(prompts, parameters, use_tqdm=False)
-        return [tuple({name, name.rpartition("-")[0] or name}) for name in names]
-
-    def _step(self) -> list[tuple[str, Any]]:
-        return [(answer.request_id, answer) for answer in self._llm.llm_engine.step() if answer.finished]
 
     def _require_long_prompts_fit(self) -> None:
         """Without chunked prefill a prompt beyond one forward's tokens would wait for ever."""
@@ -238,15 +264,6 @@ class VllmRunner:
                 )
             )
 
-    def _flush(self) -> None:
-        """Let an engine in this very process hand over the last finished requests' states.
-
-        Its scheduler moves only when it is asked for output; in processes of its own it moves by itself.
-        """
-        if self._in_process:
-            for _ in range(FLUSH_STEPS):
-                self._llm.llm_engine.engine_core.get_output()
-
     def _wake(self) -> None:
         """Make whoever waits for the engine's output fail: here by the next step, else by its queue."""
         core = self._llm.llm_engine.engine_core
@@ -256,18 +273,13 @@ class VllmRunner:
         def stop() -> None:
             raise stopped
 
-        if self._in_process:
+        if in_process(self._llm):
             core.get_output = stop
         elif hasattr(core, "outputs_queue"):
             core.outputs_queue.put_nowait(stopped)
             for call in list(getattr(core, "utility_results", {}).values()):
                 if not call.done():
                     call.set_exception(stopped)
-
-    @property
-    def _in_process(self) -> bool:
-        """Whether the engine's core runs in this process and not in one of its own."""
-        return hasattr(self._llm.llm_engine.engine_core, "engine_core")
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """A call to every worker; the answer of rank 0 to this very call."""
@@ -280,20 +292,3 @@ class VllmRunner:
             self._dead = str(error)
             raise
         return rank_zero(answer, self._calls)
-
-
-def _remember_process() -> Callable[[], None]:
-    """What undoes that an engine sets variables (its ranks, for one: torchrun's own), and that one for the CPU in
-    this process binds its threads and disables torch's switch."""
-    variables = dict(os.environ)
-    cpus, num_threads, switch = os.sched_getaffinity(0), torch.get_num_threads(), torch.set_num_threads
-
-    def put_back() -> None:
-        for name in os.environ.keys() - variables.keys():
-            del os.environ[name]
-        os.environ.update(variables)
-        os.sched_setaffinity(0, cpus)
-        torch.set_num_threads = switch
-        torch.set_num_threads(num_threads)
-
-    return put_back

@@ -12,6 +12,8 @@ from eagle3lab.config.errors import Problem, UserError
 CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
 SPECULATIVE_MODULE = "vllm.config.speculative"
 METHOD = "extract_hidden_states"
+EAGLE3 = "eagle3"
+DRAFT_SAMPLING = "draft_sample_method"
 ENGINE_METHODS = ("enqueue", "collective_rpc")
 # what the connector has since it was rewritten in 0.24: saves after the whole prompt, by one rank, under a lock
 CONNECTOR_PARTS = ("ExampleHiddenStatesConnector", "PendingSave", "load_hidden_states")
@@ -27,33 +29,40 @@ def installed_version() -> str | None:
     return None
 
 
-def require_vllm(device: str) -> None:
-    """Raise `UserError` unless the installed vllm has everything that capture on `device` is built on."""
-    missing = missing_capabilities(device)
+def require_vllm(device: str, *, decodes: bool = False) -> None:
+    """Raise `UserError` unless the installed vllm has everything that capture on `device` is built on.
+
+    `decodes`: or that decoding with a draft is built on.
+    """
+    missing = missing_capabilities(device, decodes=decodes)
     if missing:
         version = installed_version()
+        work = "decode with a draft" if decodes else "capture hidden states"
         raise UserError(
             Problem(
-                "vllm cannot capture hidden states here: "
+                f"vllm cannot {work} here: "
                 + (
                     "it is not installed"
                     if version is None
                     else f"version {version} lacks {', '.join(missing)}"
                 ),
-                expected="vllm 0.25 or later with extract_hidden_states",
-                fix="pip install 'vllm>=0.25', or extract.backend=hf",
+                expected=f"vllm 0.25 or later with {EAGLE3 if decodes else METHOD}",
+                fix=f"pip install 'vllm>=0.25', or {'decode' if decodes else 'extract'}.backend=hf",
             )
         )
 
 
-def missing_capabilities(device: str) -> list[str]:
+def missing_capabilities(device: str, *, decodes: bool = False) -> list[str]:
     """What the code below uses and the installed vllm does not have, by name."""
     missing = []
-    wanted = {
+    wanted: dict[str, tuple[str, ...]] = {
         "vllm": ("LLM", "SamplingParams"),
-        CONNECTOR_MODULE: CONNECTOR_PARTS + (CPU_CONNECTOR_PARTS if device == "cpu" else ()),
         SPECULATIVE_MODULE: ("SpeculativeConfig",),
     }
+    if decodes:
+        wanted["vllm.sampling_params"] = ("RequestOutputKind",)
+    else:
+        wanted[CONNECTOR_MODULE] = CONNECTOR_PARTS + (CPU_CONNECTOR_PARTS if device == "cpu" else ())
     for module_name, names in wanted.items():
         try:
             module = importlib.import_module(module_name)
@@ -63,15 +72,18 @@ def missing_capabilities(device: str) -> list[str]:
         missing += [f"{module_name}.{name}" for name in names if not hasattr(module, name)]
     if missing:
         return missing
-    missing += [
-        f"vllm.LLM.{m}" for m in ENGINE_METHODS if not hasattr(importlib.import_module("vllm").LLM, m)
-    ]
-    if device == "cpu":
+    llm = importlib.import_module("vllm").LLM
+    missing += [f"vllm.LLM.{method}" for method in ENGINE_METHODS if not hasattr(llm, method)]
+    config = importlib.import_module(SPECULATIVE_MODULE).SpeculativeConfig
+    hints = typing.get_type_hints(config)
+    method = EAGLE3 if decodes else METHOD
+    if method not in _literals(hints.get("method")):
+        missing.append(f"the speculative method {method}")
+    if decodes:
+        missing += [] if DRAFT_SAMPLING in hints else [f"SpeculativeConfig.{DRAFT_SAMPLING}"]
+    elif device == "cpu":
         connector = importlib.import_module(CONNECTOR_MODULE).ExampleHiddenStatesConnector
         missing += [f"{connector.__name__}.{m}" for m in CPU_CONNECTOR_METHODS if not hasattr(connector, m)]
-    config = importlib.import_module(SPECULATIVE_MODULE).SpeculativeConfig
-    if METHOD not in _literals(typing.get_type_hints(config).get("method")):
-        missing.append(f"the speculative method {METHOD}")
     return missing
 
 

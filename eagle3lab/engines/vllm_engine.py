@@ -7,7 +7,7 @@ files are read, held against the request and removed. Imports no vllm: the engin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from eagle3lab.config.errors import IntegrityError, Problem
 from eagle3lab.engines.base import Answer, Recording, Sampling, States, check_states
+from eagle3lab.engines.vllm_decode import DecodedPass, DecodeRequest
 from eagle3lab.engines.vllm_files import Scratch, drop_file, drop_files, take_file, to_states
 from eagle3lab.engines.vllm_settings import VllmSettings
 from eagle3lab.engines.vllm_worker import POST_NORM, PRE_NORM, TOKEN_IDS, layer_key
@@ -41,6 +42,17 @@ class EngineRunner(Protocol):
         max_new_tokens: Sequence[int],
     ) -> list[Answer]: ...
     def record(self, row: Sequence[int], layer_ids: Sequence[int], path: str) -> list[str]: ...
+    def close(self) -> None: ...
+
+
+class DecodingRunner(Protocol):
+    """One engine that decodes with a draft or without one; see `engines.vllm.VllmRunner`."""
+
+    def versions(self) -> dict[str, str]: ...
+    def decode(
+        self, requests: Sequence[DecodeRequest], temperature: float, at_once: int, end_ids: Collection[int]
+    ) -> DecodedPass: ...
+    def top_logits(self, rows: Sequence[Sequence[int]]) -> list[dict[int, float]]: ...
     def close(self) -> None: ...
 
 

@@ -17,6 +17,16 @@ MLA_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """How an engine decodes whose acceptance and speed are measured."""
+
+    num_sequences: int  # most that are decoded together
+    draft: Path | None = None  # an exported draft, served as it is; None: the verifier alone
+    k: int = 0  # drafted tokens per verification step
+    proposal: str = "greedy"  # or "probabilistic": how tokens are drafted where they are sampled
+
+
+@dataclass(frozen=True)
 class VllmSettings:
     """One engine: a verifier on `tensor_parallel` devices."""
 
@@ -30,6 +40,7 @@ class VllmSettings:
     scratch: Path | None  # where states are handed over; None: none are
     eos_token_ids: tuple[int, ...]
     max_positions: int
+    decoding: Decoding | None = None  # what it decodes with; None: it captures or answers
     tensor_parallel: int = 1
     memory_share: float = 0.9
     trust_remote_code: bool = False
@@ -51,6 +62,11 @@ class VllmSettings:
         """Tokens of one forward; whole prompts where the prefill is not chunked (latent attention on CPU)."""
         least = self.max_len + 1 if self.on_cpu_with_latent_attention else 32
         return max(self.batch_tokens, least)
+
+    @property
+    def instead(self) -> str:
+        """The override that takes another engine."""
+        return "extract.backend=hf" if self.decoding is None else "decode.backend=hf"
 
     @property
     def captures(self) -> bool:
@@ -75,8 +91,11 @@ class VllmSettings:
             "gpu_memory_utilization": self.memory_share,
             "max_model_len": self.model_len,
             "disable_log_stats": True,
-            **(self._for_states() if self.captures else self._for_answers()),
         }
+        if self.decoding is not None:
+            arguments |= self._for_decoding(self.decoding)
+        else:
+            arguments |= self._for_states() if self.captures else self._for_answers()
         if self.on_cpu_with_latent_attention:
             # the fused rotary kernel of the CPU build is wrong for MLA with default RoPE
             arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
@@ -92,6 +111,29 @@ class VllmSettings:
             "enforce_eager": on_cpu,
             "enable_prefix_caching": True,
         }
+
+    def _for_decoding(self, decoding: Decoding) -> dict[str, Any]:
+        """Nothing but the draft may differ between two engines that are compared, nor between two passes of one."""
+        on_cpu = self.device == "cpu"
+        least = max(
+            self.forward_tokens, decoding.num_sequences * (decoding.k + 1)
+        )  # no step drafts fewer than k
+        arguments: dict[str, Any] = {
+            "max_num_batched_tokens": least if on_cpu else max(least, DECODE_BATCH_TOKENS),
+            "max_num_seqs": decoding.num_sequences,
+            "enforce_eager": on_cpu,
+            "enable_prefix_caching": False,  # a second pass over the same prompts would be given their prefill
+            "disable_log_stats": False,  # the engine's own counts, to hold ours against
+            "logprobs_mode": "raw_logits",
+        }
+        if decoding.draft is not None:
+            arguments["speculative_config"] = {
+                "method": "eagle3",
+                "model": str(decoding.draft),
+                "num_speculative_tokens": decoding.k,
+                "draft_sample_method": decoding.proposal,
+            }
+        return arguments
 
     def _for_states(self) -> dict[str, Any]:
         """Capture: eager, uncached, with vLLM's own extraction and our hooks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,9 +14,9 @@ from eagle3lab.config.schema import EngineConfig
 from eagle3lab.engines.replicas import RemoteRunner, device_groups
 from eagle3lab.engines.request import EngineRequest
 from eagle3lab.engines.vllm_answers import VllmAnswerer
-from eagle3lab.engines.vllm_engine import EngineRunner, VllmEngine
+from eagle3lab.engines.vllm_engine import DecodingRunner, EngineRunner, VllmEngine
 from eagle3lab.engines.vllm_files import Scratch
-from eagle3lab.engines.vllm_settings import VllmSettings
+from eagle3lab.engines.vllm_settings import Decoding, VllmSettings
 
 
 def is_installed() -> bool:
@@ -50,6 +51,19 @@ def start_vllm_answerer(request: EngineRequest) -> VllmAnswerer:
     _check_heads(request)
     settings = _settings(request, (), None)
     return VllmAnswerer(_runners(settings, request.parallel), settings, request.facts)
+
+
+def start_vllm_decoder(request: EngineRequest, decoding: Decoding) -> DecodingRunner:
+    """One engine of `parallel.tensor_parallel` devices that decodes with a draft, or without one.
+
+    Raises UserError as `start_vllm`.
+    """
+    from eagle3lab.engines.vllm import VllmRunner
+    from eagle3lab.engines.vllm_capabilities import require_vllm
+
+    _check_heads(request)
+    require_vllm(request.device, decodes=True)
+    return VllmRunner(replace(_settings(request, (), None), decoding=decoding))
 
 
 def _settings(request: EngineRequest, layer_ids: tuple[int, ...], scratch: Path | None) -> VllmSettings:

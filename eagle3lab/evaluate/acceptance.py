@@ -8,6 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from eagle3lab.evaluate.bootstrap import Tally, percentile_interval, resampled_lengths
+
+RESAMPLES = 2_000
+
 
 @dataclass(frozen=True)
 class AcceptanceCounts:
@@ -58,6 +62,14 @@ class AcceptanceStats:
         return asdict(self)
 
 
+def tally(runs: Sequence[Sequence[AcceptanceCounts]]) -> Tally:
+    """What the bootstrap draws from: the runs of one variant, each over the same prompts."""
+    return Tally(
+        np.array([[float(p.drafts) for p in run] for run in runs]),
+        np.array([[float(p.accepted) for p in run] for run in runs]),
+    )
+
+
 def summarise(prompts: Sequence[AcceptanceCounts], *, seed: int = 0) -> AcceptanceStats:
     """Statistics over prompts, pooled by verification step.
 
@@ -69,7 +81,8 @@ def summarise(prompts: Sequence[AcceptanceCounts], *, seed: int = 0) -> Acceptan
         raise ValueError("no counts to summarise")
     k, drafts, at = len(total.accepted_at), total.drafts, total.accepted_at
     reached = (drafts, *at[:-1])
-    low, high = _bootstrap(prompts, seed) if drafts else (None, None)
+    drawn = resampled_lengths([tally([prompts])], seed=seed, resamples=RESAMPLES)[0]
+    low, high = percentile_interval(drawn) or (None, None)
     per_step = total.accepted / drafts if drafts else None
     return AcceptanceStats(
         num_prompts=len(prompts),
@@ -83,14 +96,3 @@ def summarise(prompts: Sequence[AcceptanceCounts], *, seed: int = 0) -> Acceptan
         acceptance_length_high=high,
         draft_acceptance_rate=total.accepted / (drafts * k) if drafts and k else None,
     )
-
-
-def _bootstrap(prompts: Sequence[AcceptanceCounts], seed: int, resamples: int = 2000) -> tuple[float, float]:
-    """Percentile interval of the pooled acceptance length, prompts drawn with replacement."""
-    drafts = np.array([p.drafts for p in prompts], dtype=float)
-    accepted = np.array([p.accepted for p in prompts], dtype=float)
-    picks = np.random.default_rng(seed).integers(0, len(prompts), (resamples, len(prompts)))
-    drawn = drafts[picks].sum(1)
-    lengths = 1 + accepted[picks].sum(1)[drawn > 0] / drawn[drawn > 0]
-    low, high = np.quantile(lengths, [0.025, 0.975])
-    return float(low), float(high)

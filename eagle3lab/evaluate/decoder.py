@@ -1,28 +1,18 @@
-"""The reference decoder: chain drafting, greedy verification, and the verifier alone to compare with."""
+"""The reference decoder: chain drafting, verification, and the verifier alone to compare with."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from eagle3lab.engines.session import VerifierSession
+from eagle3lab.evaluate.rules import Drafter, GreedyRule, Rule
 
-
-class Drafter(Protocol):
-    """A draft model at work on one sequence; `eagle3lab.draft.inference.ChainDrafter` is one."""
-
-    def extend(self, aux: Tensor, tokens: Tensor) -> object:
-        """Take verified positions: aux states g_i [n, n_aux * hidden_size], next tokens x_{i+1} [n]."""
-        ...
-
-    def propose(self, num_tokens: int) -> list[int]:
-        """The next tokens as verifier ids; leaves no trace in what `extend` has built."""
-        ...
+GREEDY = GreedyRule()
 
 
 @dataclass(frozen=True)
@@ -30,7 +20,7 @@ class Prefill:
     """A prompt in the session's cache, shared by every way of decoding on from it."""
 
     prompt: tuple[int, ...]
-    first: int  # the first new token: the verifier's own, no draft is involved
+    logits: Tensor  # shape: [vocab_size], of the first new token, in which no draft is involved
     aux: Tensor  # shape: [P, n_aux * hidden_size]
 
 
@@ -48,16 +38,18 @@ def prefill(session: VerifierSession, prompt: Sequence[int]) -> Prefill:
     """Feed the prompt to a fresh session."""
     step = session.forward(prompt, num_logits=1)
     assert step.aux is not None, "the session records no aux layers"
-    return Prefill(tuple(prompt), int(step.logits[-1].argmax()), step.aux)
+    return Prefill(tuple(prompt), step.logits[-1], step.aux)
 
 
-def decode_plain(session: VerifierSession, start: Prefill, budget: int, end_ids: Collection[int]) -> Decoded:
-    """The verifier's own greedy decoding, one token per forward; the cache ends as it began."""
+def decode_plain(
+    session: VerifierSession, start: Prefill, budget: int, end_ids: Collection[int], rule: Rule = GREEDY
+) -> Decoded:
+    """The verifier's own decoding, one token per forward; the cache ends as it began."""
     clock = _Clock(start.aux.device)
-    tokens = [start.first]
+    tokens = [rule.choose(start.logits)]
     while len(tokens) < budget and tokens[-1] not in end_ids:
         step = session.forward(tokens[-1:], states=False)
-        tokens.append(int(step.logits[-1].argmax()))
+        tokens.append(rule.choose(step.logits[-1]))
     seconds = clock.seconds()
     session.crop(len(start.prompt))
     return Decoded(tuple(tokens), seconds)
@@ -70,29 +62,29 @@ def decode_with_draft(
     k: int,
     budget: int,
     end_ids: Collection[int],
+    rule: Rule = GREEDY,
 ) -> Decoded:
-    """Greedy decoding with k drafted tokens per verification step; the cache ends as it began.
+    """Decoding with k drafted tokens per verification step; the cache ends as it began.
 
     The drafter has seen (g_i, x_{i+1}) for every verified position and proposes the k tokens that
     follow. The verifier runs over the newest token and the k proposals at once: the proposals that
-    equal its own choices are kept, and its choice after them is the bonus token. The draft's own
+    `rule` accepts are kept, and its choice after them is the bonus token. The draft's own
     prefill is part of `seconds`.
     """
     device = start.aux.device
     clock = _Clock(device)
-    tokens, steps, num_cut = [start.first], list[int](), 0
+    tokens, steps, num_cut = [rule.choose(start.logits)], list[int](), 0
     with torch.no_grad():
         drafter = make_drafter()
-        drafter.extend(start.aux, torch.tensor([*start.prompt[1:], start.first], device=device))
+        drafter.extend(start.aux, torch.tensor([*start.prompt[1:], tokens[0]], device=device))
         while len(tokens) < budget and tokens[-1] not in end_ids:
-            drafted = drafter.propose(k)
+            drafted, proposals = rule.propose(drafter, k)
             step = session.forward([tokens[-1], *drafted])
-            chosen = step.logits.argmax(-1).tolist()  # [k + 1]
-            accepted = next((j for j in range(k) if drafted[j] != chosen[j]), k)
-            emitted = chosen[: accepted + 1]
+            emitted = rule.verify(step.logits, drafted, proposals)
+            accepted = len(emitted) - 1
             session.crop(session.length - (k - accepted))
             steps.append(accepted)
-            kept = _until_end(emitted, end_ids)[: budget - len(tokens)]
+            kept = until_end(emitted, end_ids, budget - len(tokens))
             num_cut += len(emitted) - len(kept)
             tokens += kept
             if len(kept) == len(emitted):
@@ -122,30 +114,49 @@ class Difference:
 def first_difference(
     session: VerifierSession, start: Prefill, plain: Sequence[int], drafted: Sequence[int], tie: float
 ) -> Difference | None:
-    """None when both are equal token by token.
-
-    Args:
-        tie: a gap within this share of the largest absolute logit counts as a near tie.
-    """
-    if list(plain) == list(drafted):
+    """None when both are equal token by token; `tie` as of `judge`."""
+    shared = num_shared(plain, drafted)
+    if shared is None:
         return None
-    shared = next(
-        (i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b),
-        min(len(plain), len(drafted)),
-    )
     if shared >= min(len(plain), len(drafted)):
-        ends = [tokens[shared] if shared < len(tokens) else None for tokens in (plain, drafted)]
-        return Difference(shared, ends[0], ends[1], None, False)
+        return judge(plain, drafted, shared, {}, tie)
     session.crop(0)
     logits = session.forward([*start.prompt, *plain[:shared]], num_logits=1, states=False).logits[-1].float()
     session.crop(len(start.prompt))
-    gap = float((logits[plain[shared]] - logits[drafted[shared]]).abs())
-    return Difference(shared, plain[shared], drafted[shared], gap, gap <= tie * float(logits.abs().max()))
+    return judge(plain, drafted, shared, dict(enumerate(logits.tolist())), tie)
 
 
-def _until_end(tokens: list[int], end_ids: Collection[int]) -> list[int]:
+def num_shared(plain: Sequence[int], drafted: Sequence[int]) -> int | None:
+    """How many first tokens two texts share; None when they are equal."""
+    if list(plain) == list(drafted):
+        return None
+    return next(
+        (i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b),
+        min(len(plain), len(drafted)),
+    )
+
+
+def judge(
+    plain: Sequence[int], drafted: Sequence[int], shared: int, logits: Mapping[int, float], tie: float
+) -> Difference:
+    """The difference after `shared` tokens.
+
+    Args:
+        logits: of a fresh forward of the common text, by token id; without one of the two tokens, or none at
+            all, the gap is unknown and no tie.
+        tie: a gap within this share of the largest absolute logit counts as a near tie.
+    """
+    ends = [tokens[shared] if shared < len(tokens) else None for tokens in (plain, drafted)]
+    if not all(end in logits for end in ends):
+        return Difference(shared, ends[0], ends[1], None, False)
+    gap = abs(logits[plain[shared]] - logits[drafted[shared]])
+    return Difference(shared, ends[0], ends[1], gap, gap <= tie * max(map(abs, logits.values())))
+
+
+def until_end(tokens: Sequence[int], end_ids: Collection[int], room: int) -> list[int]:
+    """What of one step's tokens belongs to the text: up to the first end token, and no more than `room`."""
     end = next((i for i, token in enumerate(tokens) if token in end_ids), len(tokens))
-    return tokens[: end + 1]
+    return list(tokens[: end + 1][:room])
 
 
 class _Clock:

@@ -2,83 +2,109 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from eagle3lab.evaluate.acceptance import AcceptanceCounts, AcceptanceStats, summarise
 from eagle3lab.evaluate.decoder import Decoded, Difference
+from eagle3lab.evaluate.evaluation_file import FILE, FORMAT
 from eagle3lab.evaluate.prompts import Prompt
 from eagle3lab.store.files import write_text
 
-FILE = "evaluation.json"
-FORMAT = "eagle3lab-evaluation"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+CONVENTIONS = {
+    "acceptance_length": "tokens per verification step, with bonus: 1 + accepted / drafts; at the first batch size",
+    "conditional_acceptance": "P(position j accepted | positions before it accepted)",
+    "unconditional_acceptance": "P(positions 0..j accepted)",
+    "draft_acceptance_rate": "accepted / drafted tokens",
+    "steps": "a step counts in full, even if the end token or the budget cut its text (as in vLLM)",
+    "interval": "95 % percentile bootstrap over prompts",
+    "identical": "texts equal to the verifier's own token by token, same engine, same batch size; greedy alone",
+    "near_tie": "the first difference is between two tokens that rounding may put in either order",
+    "simulated_acceptance_length": "teacher-forced proxy of training over validation rows, ttt_steps deep",
+    "coverage": "share of the verifier's own tokens here that are in the draft vocabulary: others are never right",
+}
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One prompt decoded with one draft and one k."""
-
-    variant: str  # "trained" or "untrained"
-    k: int
-    decoded: Decoded
-    difference: Difference | None  # from the verifier's own greedy text
-
-    @property
-    def counts(self) -> AcceptanceCounts:
-        return AcceptanceCounts.from_steps(self.decoded.accepted, self.k)
-
-
-@dataclass(frozen=True)
-class PromptResult:
-    """One prompt: the verifier alone and every trial."""
+class Task:
+    """One prompt as it is decoded."""
 
     prompt: Prompt
-    num_prompt_tokens: int
-    plain: Decoded
-    text: str  # the verifier's own
-    trials: tuple[Trial, ...]
+    ids: tuple[int, ...]  # as served
+    budget: int  # new tokens, at most
 
-    def to_json(self) -> dict[str, Any]:
-        trials = [
-            {
-                "variant": t.variant,
-                "k": t.k,
-                "accepted_per_step": list(t.decoded.accepted),
-                "num_new_tokens": len(t.decoded.tokens),
-                "num_cut_tokens": t.decoded.num_cut,
-                "seconds": t.decoded.seconds,
-                "identical": t.difference is None,
-                "difference": asdict(t.difference) if t.difference else None,
-            }
-            for t in self.trials
-        ]
-        return {
-            "id": self.prompt.prompt_id,
-            "category": self.prompt.category,
-            "num_turns_left_out": self.prompt.num_turns_left_out,
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "plain": {"tokens": list(self.plain.tokens), "seconds": self.plain.seconds, "text": self.text},
-            "trials": trials,
-        }
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(",".join(map(str, self.ids)).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a text is decoded. The verifier alone is the variant "" with k = 0."""
+
+    variant: str  # "", "trained" or "untrained"
+    k: int
+    temperature: float
+    batch_size: int
+
+    @property
+    def alone(self) -> Way:
+        """The same without a draft."""
+        return Way("", 0, self.temperature, self.batch_size)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Every prompt decoded one way: a text per prompt, and the tokens and seconds that speed is made of."""
+
+    way: Way
+    texts: tuple[Decoded, ...]
+    num_tokens: int
+    seconds: float
+    differences: tuple[Difference | None, ...] = ()  # of greedy texts from the verifier's own
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.num_tokens / self.seconds if self.seconds and self.num_tokens else None
+
+    @property
+    def counts(self) -> list[AcceptanceCounts]:
+        return [AcceptanceCounts.from_steps(text.accepted, self.way.k) for text in self.texts]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second with a draft and without one, the same engine, the same run."""
+
+    batch_size: int
+    plain_tokens_per_second: float | None
+    draft_tokens_per_second: float | None
+    speed_ratio: float | None
+    acceptance_length: float | None  # of this very pass
+    num_identical: int | None
+    num_near_ties: int | None
 
 
 @dataclass(frozen=True)
 class VariantResult:
-    """One draft with one k over all prompts."""
+    """One draft with one k at one temperature over all prompts."""
 
     variant: str
     k: int
+    temperature: float
     overall: AcceptanceStats
     per_category: dict[str, AcceptanceStats]
-    num_identical: int  # prompts whose text is the verifier's own, token by token
-    num_near_ties: int  # of the others, those that rounding explains
-    plain_tokens_per_second: float | None  # decoding alone: the prompt's forward is in neither
+    num_identical: int | None  # prompts whose text is the verifier's own, token by token; None: sampled
+    num_near_ties: int | None  # of the others, those that rounding explains
+    plain_tokens_per_second: float | None
     draft_tokens_per_second: float | None
-    speed_ratio: float | None  # wall time per emitted token, plain over drafted, in this process
+    speed_ratio: float | None  # wall time per emitted token, plain over drafted
+    speeds: tuple[Speed, ...] = field(default=())  # by batch size; the three above are of the first
 
 
 @dataclass(frozen=True)
@@ -87,20 +113,33 @@ class Evaluation:
 
     setup: dict[str, Any]
     variants: tuple[VariantResult, ...]
-    prompts: tuple[PromptResult, ...]
+    tasks: tuple[Task, ...]
+    passes: tuple[Pass, ...]
+    texts: tuple[str, ...]  # the verifier's own, of its first pass
 
-    def variant(self, name: str = "trained", k: int | None = None) -> VariantResult:
-        """The result of one variant; without `k` the first one measured."""
-        return next(v for v in self.variants if v.variant == name and k in (None, v.k))
+    def variant(
+        self, name: str = "trained", k: int | None = None, temperature: float | None = None
+    ) -> VariantResult:
+        """The result of one variant; without `k` or `temperature` the first one measured."""
+        return next(
+            v
+            for v in self.variants
+            if v.variant == name and k in (None, v.k) and temperature in (None, v.temperature)
+        )
 
     @property
-    def unexplained(self) -> list[tuple[str, Trial]]:
-        """Prompt ids and trials whose text differs from the verifier's own by more than rounding."""
+    def plain(self) -> Pass:
+        """The verifier alone, as it was decoded first."""
+        return next(p for p in self.passes if p.way.k == 0)
+
+    @property
+    def unexplained(self) -> list[tuple[str, Way, Difference]]:
+        """Prompt ids, ways and first differences of texts that rounding alone does not explain."""
         return [
-            (result.prompt.prompt_id, trial)
-            for result in self.prompts
-            for trial in result.trials
-            if trial.difference is not None and not trial.difference.near_tie
+            (task.prompt.prompt_id, found.way, difference)
+            for found in self.passes
+            for task, difference in zip(self.tasks, found.differences, strict=False)
+            if difference is not None and not difference.near_tie
         ]
 
     def write(self, directory: Path) -> Path:
@@ -109,46 +148,94 @@ class Evaluation:
         content = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
-            "conventions": {
-                "acceptance_length": "tokens per verification step, with bonus: 1 + accepted / drafts",
-                "conditional_acceptance": "P(position j accepted | positions before it accepted)",
-                "unconditional_acceptance": "P(positions 0..j accepted)",
-                "draft_acceptance_rate": "accepted / drafted tokens",
-                "steps": "a step counts in full, even if the end token or the budget cut its text (as in vLLM)",
-                "interval": "95 % percentile bootstrap over prompts",
-            },
+            "conventions": CONVENTIONS,
             "setup": self.setup,
             "variants": [asdict(v) for v in self.variants],
-            "prompts": [p.to_json() for p in self.prompts],
+            "prompts": [self._prompt(i) for i in range(len(self.tasks))],
         }
         write_text(directory / FILE, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         return directory / FILE
 
+    def _prompt(self, i: int) -> dict[str, Any]:
+        task, plain = self.tasks[i], self.plain
+        return {
+            "id": task.prompt.prompt_id,
+            "category": task.prompt.category,
+            "num_turns_left_out": task.prompt.num_turns_left_out,
+            "num_prompt_tokens": len(task.ids),
+            "prompt_sha256": task.sha256,
+            "plain": {
+                "temperature": plain.way.temperature,
+                "tokens": list(plain.texts[i].tokens),
+                "seconds": plain.texts[i].seconds,
+                "text": self.texts[i],
+            },
+            "trials": [_trial(p, i) for p in self.passes if p.way.k],
+        }
 
-def summarise_variant(variant: str, k: int, results: Sequence[PromptResult], *, seed: int) -> VariantResult:
-    """Pool the trials of one variant and k."""
-    trials = [next(t for t in r.trials if (t.variant, t.k) == (variant, k)) for r in results]
+
+def _trial(found: Pass, i: int) -> dict[str, Any]:
+    text, greedy = found.texts[i], found.way.temperature == 0
+    difference = found.differences[i] if greedy else None
+    return {
+        **asdict(found.way),
+        "accepted_per_step": list(text.accepted),
+        "num_new_tokens": len(text.tokens),
+        "num_cut_tokens": text.num_cut,
+        "seconds": text.seconds,
+        "identical": difference is None if greedy else None,
+        "difference": asdict(difference) if difference else None,
+    }
+
+
+def summarise_passes(
+    tasks: Sequence[Task], passes: Sequence[Pass], *, seed: int
+) -> tuple[VariantResult, ...]:
+    """One result per draft, k and temperature; acceptance is that of the first batch size."""
+    plain = {p.way: p for p in passes if p.way.k == 0}
+    drafted: dict[tuple[str, int, float], list[Pass]] = {}
+    for p in passes:
+        if p.way.k:
+            drafted.setdefault((p.way.variant, p.way.k, p.way.temperature), []).append(p)
+    names = list(dict.fromkeys(variant for variant, _, _ in drafted))
+    ordered = sorted(drafted, key=lambda key: (names.index(key[0]), key[2], key[1]))
+    return tuple(_summarise(tasks, drafted[key], plain, seed) for key in ordered)
+
+
+def _summarise(
+    tasks: Sequence[Task], passes: Sequence[Pass], plain: dict[Way, Pass], seed: int
+) -> VariantResult:
+    first = passes[0]
     by_category: dict[str, list[AcceptanceCounts]] = {}
-    for result, trial in zip(results, trials, strict=True):
-        by_category.setdefault(result.prompt.category, []).append(trial.counts)
-    plain = _tokens_per_second([r.plain for r in results])
-    drafted = _tokens_per_second([t.decoded for t in trials])
-    differences = [t.difference for t in trials if t.difference is not None]
+    for task, counts in zip(tasks, first.counts, strict=True):
+        by_category.setdefault(task.prompt.category, []).append(counts)
+    speeds = tuple(_speed(p, plain[p.way.alone]) for p in passes)
     return VariantResult(
-        variant=variant,
-        k=k,
-        overall=summarise([t.counts for t in trials], seed=seed),
+        variant=first.way.variant,
+        k=first.way.k,
+        temperature=first.way.temperature,
+        overall=summarise(first.counts, seed=seed),
         per_category={name: summarise(counts, seed=seed) for name, counts in sorted(by_category.items())},
-        num_identical=len(trials) - len(differences),
-        num_near_ties=sum(d.near_tie for d in differences),
-        plain_tokens_per_second=plain,
-        draft_tokens_per_second=drafted,
-        speed_ratio=drafted / plain if plain and drafted else None,
+        num_identical=speeds[0].num_identical,
+        num_near_ties=speeds[0].num_near_ties,
+        plain_tokens_per_second=speeds[0].plain_tokens_per_second,
+        draft_tokens_per_second=speeds[0].draft_tokens_per_second,
+        speed_ratio=speeds[0].speed_ratio,
+        speeds=speeds,
     )
 
 
-def _tokens_per_second(decoded: Sequence[Decoded]) -> float | None:
-    """The first token comes from the prompt's forward, which is not timed."""
-    seconds = sum(d.seconds for d in decoded)
-    num_tokens = sum(len(d.tokens) - 1 for d in decoded)
-    return num_tokens / seconds if seconds and num_tokens else None
+def _speed(drafted: Pass, plain: Pass) -> Speed:
+    slow, fast = plain.tokens_per_second, drafted.tokens_per_second
+    greedy = drafted.way.temperature == 0
+    total = sum(drafted.counts[1:], drafted.counts[0])
+    differences = [d for d in drafted.differences if d is not None]
+    return Speed(
+        batch_size=drafted.way.batch_size,
+        plain_tokens_per_second=slow,
+        draft_tokens_per_second=fast,
+        speed_ratio=fast / slow if slow and fast else None,
+        acceptance_length=1 + total.accepted / total.drafts if total.drafts else None,
+        num_identical=len(drafted.texts) - len(differences) if greedy else None,
+        num_near_ties=sum(d.near_tie for d in differences) if greedy else None,
+    )

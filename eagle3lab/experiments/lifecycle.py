@@ -19,6 +19,7 @@ from eagle3lab.config.stamp import is_rank_zero
 from eagle3lab.draft.export import export_draft
 from eagle3lab.store.files import write_text
 from eagle3lab.store.manifest import Manifest
+from eagle3lab.store.trained_on import TRAINED_ON_FILE
 
 from .plots import plot_curves
 from .provenance import collect
@@ -36,6 +37,7 @@ def begin_run(cfg: TrainRoot, invocation: Invocation, run_dir: Path, manifest: M
     provenance["store"] = {
         "path": str(cfg.store),
         "manifest_hash": hashlib.sha256(manifest.to_json().encode()).hexdigest(),
+        "weight_fingerprint": manifest.verifier.weight_fingerprint,
         "tokenizer_hash": manifest.tokenizer_hash,
         "template_hash": manifest.template_hash,
         "template_args": manifest.row_settings.get("template_args", {}),
@@ -111,6 +113,7 @@ def finish_run(
     provenance: dict[str, Any],
 ) -> None:
     """Export the draft, draw the curves, write `summary.json` last: where it is, the run is whole."""
+    keys = Path(str(cfg.store)) / TRAINED_ON_FILE  # stores of earlier versions have none
     export_draft(
         draft,
         run_dir / "draft",
@@ -119,7 +122,10 @@ def finish_run(
             "run_name": cfg.run_name,
             "updates": summary["exported_update"],
             "weights": summary["exported_weights"],
+            "selection": summary["selection"],
         },
+        verifier_fingerprint=provenance["store"]["weight_fingerprint"],
+        trained_on=keys if keys.is_file() else None,
     )
     plot_curves(run_dir / "metrics.csv", run_dir / "curves.png", str(cfg.run_name))
     write_json(run_dir / SUMMARY, summary)

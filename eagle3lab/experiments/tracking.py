@@ -69,6 +69,18 @@ class WandbTracker:
         """One point of every figure given."""
         self._run.log(dict(figures))
 
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """One table of plain values; None is an empty cell."""
+        import wandb
+
+        self._run.log({name: wandb.Table(columns=list(columns), data=[list(row) for row in rows])})
+
+    def log_image(self, name: str, path: Path) -> None:
+        """One picture from a file."""
+        import wandb
+
+        self._run.log({name: wandb.Image(str(path))})
+
     def finish(self, summary: Mapping[str, Any], *, failed: bool = False) -> None:
         """Write the summary and close the run, so that the next job of a sweep gets a run of its own."""
         self._run.summary.update(dict(summary))
@@ -83,8 +95,17 @@ def build_wandb(
     config: Mapping[str, Any],
     tags: Sequence[str],
     group: str | None,
+    job_type: str = "train",
 ) -> WandbTracker | None:
     """The tracker, or None when it is disabled."""
     if settings.mode is WandbMode.disabled:
         return None
-    return WandbTracker(settings, run_dir=run_dir, run_name=run_name, config=config, tags=tags, group=group)
+    return WandbTracker(
+        settings,
+        run_dir=run_dir,
+        run_name=run_name,
+        config=config,
+        tags=tags,
+        group=group,
+        job_type=job_type,
+    )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
 from eagle3lab.engines.base import Answer, Answerer, EngineDied, Sampling
+from eagle3lab.engines.sampling import hashed_seed
 from eagle3lab.extract.capture import ENGINE_ERRORS, timed
 from eagle3lab.extract.generated import Generated
 from eagle3lab.extract.progress import CaptureProgress
@@ -90,8 +90,7 @@ def answer_conversations(
 
 def seed_of(seed: int, prompt: Prompt) -> int:
     """The seed of one answer, of 63 bits: a hash of the run's seed, the conversation and the turn."""
-    digest = hashlib.sha256(f"{seed}\n{prompt.conversation_id}\n{prompt.turn}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return hashed_seed(seed, prompt.conversation_id, prompt.turn)
 
 
 def _filled(

@@ -101,7 +101,7 @@ def extract_store(
     if extract.num_parts > 1:
         say(console, _part_line(whole, extract.part, extract.num_parts, len(own), len(rowset.rows)))
 
-    pending = _open_existing(store, manifest, rowset.rows, extract.shard_tokens, console)
+    pending = _open_existing(store, manifest, rowset, extract.shard_tokens, console)
     if not pending:
         say(console, "\n".join(rowset.accounting.lines()))
         return report
@@ -144,7 +144,7 @@ def extract_store(
             )
             del references
         manifest = replace(manifest, engine={"name": engine.name, **engine.versions()})
-        with StoreWriter(store, manifest, rowset.rows, extract.shard_tokens) as writer:
+        with StoreWriter(store, manifest, rowset.rows, extract.shard_tokens, rowset.user_turns) as writer:
             _capture(engine, writer, layer_ids, extract.batch_tokens, report, console)
             if not report.lost:
                 writer.finish()
@@ -207,13 +207,13 @@ def plan_manifest(
 
 
 def _open_existing(
-    store: Path, manifest: Manifest, rows: Sequence[Row], shard_tokens: int, console: Console
+    store: Path, manifest: Manifest, rowset: RowSet, shard_tokens: int, console: Console
 ) -> list[Row]:
     """Rows that are still to be captured; refuses a store of another plan before a model is loaded."""
     if not is_store(store):
-        return rows_of_part(rows, shard_tokens, manifest.part, manifest.num_parts)
+        return rows_of_part(rowset.rows, shard_tokens, manifest.part, manifest.num_parts)
     as_stored = replace(manifest, engine=read_manifest(store).engine)  # compared once the engine runs
-    with StoreWriter(store, as_stored, rows, shard_tokens) as writer:
+    with StoreWriter(store, as_stored, rowset.rows, shard_tokens, rowset.user_turns) as writer:
         pending = [row for _, shard in writer.pending() for row in shard]
         if not pending:
             writer.finish()

@@ -73,6 +73,26 @@ def as_stored(states: Tensor, store_dtype: torch.dtype, hidden_size: int) -> Ten
     return states.to(store_dtype)
 
 
+def self_test_line(
+    reader: StoreReader, facts: VerifierFacts, *, num_rows: int, device: str, trust_remote_code: bool
+) -> str:
+    """`self_test_store` at the start of a training, in a line; without rows it says what goes unnoticed."""
+    if not num_rows:
+        return (
+            "alignment self-test: SWITCHED OFF (train.self_test=false); a store taken one layer off would not be "
+            "noticed"
+        )
+    report = self_test_store(
+        reader,
+        facts.path,
+        facts,
+        num_rows=num_rows,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    return f"alignment self-test passed: {report}"
+
+
 def self_test_store(
     reader: StoreReader,
     path: Path,

@@ -24,7 +24,7 @@ from eagle3lab.rows.rows import (
     Row,
     RowSet,
 )
-from eagle3lab.rows.split import num_prefixes, split_of
+from eagle3lab.rows.split import TRAIN, num_prefixes, split_of
 from eagle3lab.rows.tokenizer import (
     Tokenizer,
     is_other_tokenizer,
@@ -36,6 +36,7 @@ from eagle3lab.rows.tokenizer import (
 )
 from eagle3lab.rows.turns import RawRow, Rules, build_turns
 from eagle3lab.store.identity import row_id_of
+from eagle3lab.store.trained_on import text_key
 
 if TYPE_CHECKING:
     from eagle3lab.verifier.facts import VerifierFacts
@@ -113,6 +114,7 @@ def assemble_rows(
     No outcome is taken beyond the conversation that fills `data.max_tokens`. Raises as `build_rows`.
     """
     rows: list[Row] = []
+    user_turns: set[int] = set()
     num_tokens = 0
     taken = iter(outcomes)
     for position, conversation in enumerate(conversations):
@@ -125,6 +127,8 @@ def assemble_rows(
         account.add(built.turns_dropped, built.repaired, built.noted)
         split = split_of(conversation, data.validation_share, data.seed)
         rows += [_row(conversation, split, ids, mask) for ids, mask in built.rows]
+        if split == TRAIN:
+            user_turns |= {text_key(m["content"]) for m in conversation.messages if m["role"] == "user"}
         num_tokens += built.num_tokens
         if data.max_tokens is not None and num_tokens >= data.max_tokens:
             for left_out in conversations[position + 1 :]:
@@ -138,6 +142,7 @@ def assemble_rows(
         raise UserError("no conversation became a row\n    " + "\n    ".join(account.lines()))
     return RowSet(
         rows=tuple(rows),
+        user_turns=frozenset(user_turns),
         accounting=account,
         tokenizer_hash=tokenizer_hash(model, facts.path),
         template_hash=template_hash(tokenizer),

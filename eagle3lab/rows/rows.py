@@ -111,6 +111,7 @@ class RowSet:
     """All rows of one configuration, and what they were made with."""
 
     rows: tuple[Row, ...]
+    user_turns: frozenset[int]  # `text_key`s of what users say in the conversations of the training split
     accounting: Accounting
     tokenizer_hash: str
     template_hash: str

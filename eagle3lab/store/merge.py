@@ -14,6 +14,7 @@ from eagle3lab.store.claim import claimed, remove_leftovers
 from eagle3lab.store.files import sha256_of, write_atomically
 from eagle3lab.store.index import INDEX_FILE, ShardEntry, check_totals, read_index, write_index
 from eagle3lab.store.manifest import Manifest, is_store, read_manifest, write_manifest
+from eagle3lab.store.trained_on import TRAINED_ON_FILE
 
 TOKEN_COUNTS_FILE = "token_counts.safetensors"
 _IN_COMMON = [f.name for f in fields(Manifest) if f.name not in ("part", "complete", "checksums")]
@@ -96,8 +97,9 @@ def _check_parts(parts: Sequence[Path], manifests: Sequence[Manifest]) -> None:
 
 
 def _shared_files(manifest: Manifest) -> list[str]:
-    """The small files that every part holds whole."""
-    return [TOKEN_COUNTS_FILE, *answers_files(manifest.row_settings)]
+    """The small files that every part holds whole; parts of an earlier version know no `TRAINED_ON_FILE`."""
+    keys = [TRAINED_ON_FILE] if TRAINED_ON_FILE in manifest.checksums else []
+    return [TOKEN_COUNTS_FILE, *keys, *answers_files(manifest.row_settings)]
 
 
 def _read_entries(path: Path, manifest: Manifest) -> list[ShardEntry]:

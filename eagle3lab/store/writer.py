@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -52,6 +52,9 @@ from eagle3lab.store.shards import (
     encode,
     write_shard,
 )
+from eagle3lab.store.trained_on import TRAINED_ON_FILE, trained_on, write_trained_on
+
+_FROM_THE_PLAN = {TOKEN_COUNTS_FILE, TRAINED_ON_FILE}  # files that can be written again without any state
 
 ROW_THREADS = 8  # check and encode rows, of whatever shards are being written
 
@@ -67,12 +70,20 @@ class StoreWriter(Generic[RowT]):
     An existing store at `path` is continued: indexed shards are skipped, a torn last index line is cut,
     a shard that is not indexed is written again. `notes` says what of that was done, for the user.
     A manifest with `num_parts` > 1 makes this one part: only its own shards of the plan are pending.
+    `user_turns`: see `trained_on.trained_on`; None where the texts behind the rows are not known.
 
     Raises UserError when `path` holds the store of another verifier, plan or layer ids (every differing
     field with both values), when it is no store, or when another process is writing it.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, rows: Sequence[RowT], shard_tokens: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        rows: Sequence[RowT],
+        shard_tokens: int,
+        user_turns: Collection[int] | None = None,
+    ) -> None:
         if shard_tokens < 1 or not rows:
             raise ValueError(f"{len(rows)} rows in shards of {shard_tokens} tokens make no store")
         self.path = Path(path)
@@ -90,7 +101,7 @@ class StoreWriter(Generic[RowT]):
             complete=False,
         )
         self.notes: list[str] = []
-        self._rows = rows
+        self._rows, self._user_turns = rows, user_turns
         self._entries: dict[int, ShardEntry] = {}
         self._claim: ExitStack | None = None
         self._index_lock = Lock()
@@ -172,7 +183,7 @@ class StoreWriter(Generic[RowT]):
             self._entries[number] = entry
 
     def finish(self) -> Manifest:
-        """Write the token counts and the complete manifest; returns the manifest.
+        """Write what follows from the plan alone and the complete manifest; returns the manifest.
 
         Raises ValueError while shards are pending.
         """
@@ -187,7 +198,8 @@ class StoreWriter(Generic[RowT]):
             write_index(self.path, [self._entries[number] for number in sorted(order)])
         counts = count_supervised_tokens(self._rows, self.manifest.verifier.vocab_size)
         write_atomically(self.path / TOKEN_COUNTS_FILE, lambda path: save_file({TOKEN_COUNTS: counts}, path))
-        names = [INDEX_FILE, TOKEN_COUNTS_FILE, *answers_files(self.manifest.row_settings)]
+        write_trained_on(self.path / TRAINED_ON_FILE, trained_on(self._rows, self._user_turns))
+        names = [INDEX_FILE, TOKEN_COUNTS_FILE, TRAINED_ON_FILE, *answers_files(self.manifest.row_settings)]
         checksums = {name: sha256_of(self.path / name) for name in names}
         self.manifest = replace(self.manifest, complete=True, checksums=checksums)
         write_manifest(self.path, self.manifest)
@@ -255,9 +267,9 @@ class StoreWriter(Generic[RowT]):
                 self._entries[entry.number] = entry
         missing = len(self._entries) < len(self._own())
         other = [name for name, sha256 in self.manifest.checksums.items() if not self._holds(name, sha256)]
-        recount = other == [TOKEN_COUNTS_FILE]  # the one file that follows from the plan alone
+        recount = bool(other) and set(other) <= _FROM_THE_PLAN
         if recount:
-            self.notes.append(f"writing {TOKEN_COUNTS_FILE} again: it is missing or damaged")
+            self.notes += [f"writing {name} again: it is missing or damaged" for name in other]
         if self.manifest.complete and (missing or recount):
             self.manifest = replace(self.manifest, complete=False, checksums={})
             if missing:

@@ -1,4 +1,5 @@
-"""The callback that writes `checkpoints/last.ckpt` and `checkpoints/best.ckpt`, whole or not at all."""
+"""The callback that writes `checkpoints/last.ckpt` and `checkpoints/best.ckpt`, whole or not at all, and ends a
+run that no longer becomes better."""
 
 from __future__ import annotations
 
@@ -16,16 +17,17 @@ from .checkpoint_files import BEST, LAST, PREVIOUS, UNFINISHED, ResumePoint
 from .clock import TrainClock
 from .interval_log import IntervalLog
 from .milestones import Milestones
+from .selection import Selection
 
-MONITOR = "val/simulated_acceptance_length"
 ABOUT = "eagle3lab_run"
+SELECTION = "eagle3lab_selection"
 
 
 class Checkpoints(Callback):
-    """Saves at the milestones. Best is the highest simulated acceptance length: the loss falls on when it no
-    longer rises.
+    """Saves at the milestones. Which validation is the best, and whether the run ends, is `selection`'s to say.
 
-    `about` is plain data on the run (configuration, provenance) that every checkpoint carries.
+    `about` is plain data on the run (configuration, provenance) that every checkpoint carries, beside what has
+    been selected until then.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Checkpoints(Callback):
         milestones: Milestones,
         interval_log: IntervalLog,
         clock: TrainClock,
+        selection: Selection,
         *,
         resumed: ResumePoint | None = None,
         about: Mapping[str, Any] | None = None,
@@ -42,26 +45,29 @@ class Checkpoints(Callback):
         self.milestones = milestones
         self.interval_log = interval_log
         self.clock = clock
+        self.selection = selection
         self.resumed = resumed
         self.about = dict(about or {})
-        self.best: dict[str, float] = {}  # the figures of the best validation
         self.saved_update = 0
         # a file that this run has neither written nor checked must not take the place of a whole one
         self._last_is_whole = resumed is not None and resumed.path.name == LAST
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": dict(self.best)}
+        return self.selection.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best = dict(state_dict["best"])
+        self.selection.load_state_dict(state_dict)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint[ABOUT] = self.about
+        checkpoint[SELECTION] = self.selection.outcome()
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self.resumed is not None:
             self.saved_update = pl_module.num_updates
             self.interval_log.write(self.resumed.describe(pl_module.plan))
+        if self.selection.has_stopped:  # before it was resumed
+            trainer.should_stop = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         if not pl_module.update_done or not self.milestones.saves(pl_module.num_updates):
@@ -71,10 +77,12 @@ class Checkpoints(Callback):
         self.save(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        figures = self.interval_log.last_validation
-        is_best = not self.best or figures[MONITOR] > self.best[MONITOR]
-        if is_best:
-            self.best = dict(figures)
+        if trainer.sanity_checking:  # before the first update
+            self.selection.begin(self.interval_log.last_validation)
+            return
+        is_best = self.selection.take(self.interval_log.last_validation)
+        if self.selection.has_stopped:
+            trainer.should_stop = True
         self.save(trainer, pl_module, is_best=is_best)
 
     def save(self, trainer: Trainer, pl_module: Any, *, is_best: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -47,11 +47,26 @@ def interval_line(
     )
 
 
-def validation_line(figures: Mapping[str, float], num_updates: int) -> str:
-    """One validation: loss, simulated acceptance length and its parts, coverage."""
+def validation_line(figures: Mapping[str, float], num_updates: int, domains: Sequence[str] = ()) -> str:
+    """One validation: loss, simulated acceptance length and its parts, coverage; acceptance by decoding where
+    it was measured; simulated acceptance length by domain where there are several."""
     parts = [value for name, value in figures.items() if name.startswith("val/acceptance_step")]
+    real = figures.get("val/real_acceptance_length")
     return (
         f"update {figures['update']:.0f}/{num_updates}  validation  loss {figures['val/loss']:.4f}  "
         f"simulated acceptance length {figures['val/simulated_acceptance_length']:.3f} "
         f"(1 + {' + '.join(f'{p:.3f}' for p in parts)})  coverage {figures['val/coverage']:.3f}"
+        + ("" if real is None else f"  real acceptance length {real:.3f}")
+        + "".join(f"\n  {text}" for text in domain_lines(figures, domains))
     )
+
+
+def domain_lines(figures: Mapping[str, float], domains: Sequence[str]) -> list[str]:
+    """One line for every domain that was measured."""
+    width = max(map(len, domains), default=0)
+    return [
+        f"{domain:<{width}}  loss {figures[f'val/{domain}/loss']:.4f}  "
+        f"simulated acceptance length {figures[f'val/{domain}/simulated_acceptance_length']:.3f}"
+        for domain in domains
+        if f"val/{domain}/loss" in figures
+    ]

@@ -13,11 +13,12 @@ from eagle3lab.config.flops import StepWork
 from eagle3lab.config.schema import Supervision, TrainerConfig
 from eagle3lab.data.collate import create_collate_fn
 from eagle3lab.data.dataset import Eagle3SampleFileDataset
+from eagle3lab.data.domains import Domains
 from eagle3lab.data.packing import PackBatchSampler
 from eagle3lab.data.shift import Batch
 from eagle3lab.store.reader import StoreReader
 
-from .loader import Batches, PackLoader, PlannedBatches
+from .loader import DOMAIN, Batches, PackLoader, PlannedBatches
 from .run_plan import RunPlan
 
 
@@ -31,6 +32,8 @@ class Eagle3DataModule(LightningDataModule):
         supervision: which predictions are trained on. Validation always measures those of `input_token`, so
             that its figures can be compared between rules.
         prepare, count_work: see `PackLoader`.
+
+    `domains`: where the validation rows come from, see `Domains`.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Eagle3DataModule(LightningDataModule):
         self.validation_data = Eagle3SampleFileDataset(
             source, split="validation", aux_layer_ids=aux_layer_ids, raw=True
         )
+        self.domains = Domains.of([source.rows[i].source for i in source.indices("validation")])
         self.supervision = supervision
         self.prepare = prepare
         self.count_work = count_work
@@ -95,11 +99,11 @@ class Eagle3DataModule(LightningDataModule):
         assert self.trainer is not None
         start = self.trainer.lightning_module.num_updates
         batches = PlannedBatches(self._plan, self.trainer.global_rank, int(start))
-        self.train_loader = self._loader(self.train_data, batches)
+        self.train_loader = self._loader(self.train_data, batches, self.prepare)
         return self.train_loader
 
     def val_dataloader(self) -> PackLoader | list[Any]:
-        """Every validation row once, in fixed packs, over all ranks."""
+        """Every validation row once, in fixed packs of one domain each, over all ranks."""
         if self.num_validation_rows == 0:
             return []
         assert self.trainer is not None
@@ -111,11 +115,27 @@ class Eagle3DataModule(LightningDataModule):
             rank=self.trainer.global_rank,
             shuffle=False,
             drop_last=False,
+            groups=self.domains.of_row if self.domain_names else None,
         )
-        self.validation_loader = self._loader(self.validation_data, batches)
+        self.validation_loader = self._loader(self.validation_data, batches, self._with_domain)
         return self.validation_loader
 
-    def _loader(self, data: Eagle3SampleFileDataset, batches: Batches) -> PackLoader:
+    @property
+    def domain_names(self) -> tuple[str, ...]:
+        """Of the domains that validation tells apart; empty where it does not."""
+        return self.domains.names if self.domains.told_apart else ()
+
+    def _with_domain(self, batch: Batch) -> dict[str, Any]:
+        row = int(batch["row_index"][0])  # -1: a row without weight, which counts nothing wherever it is put
+        domain = self.domains.of_row[row] if self.domain_names and row >= 0 else 0
+        return {**(self.prepare(batch) if self.prepare else {}), DOMAIN: domain}
+
+    def _loader(
+        self,
+        data: Eagle3SampleFileDataset,
+        batches: Batches,
+        prepare: Callable[[Batch], dict[str, Any]] | None,
+    ) -> PackLoader:
         assert self.trainer is not None
         device = self.trainer.strategy.root_device
         collate = create_collate_fn(self.seq_len, pin_memory=device.type == "cuda")
@@ -125,6 +145,6 @@ class Eagle3DataModule(LightningDataModule):
             collate,
             num_threads=self.num_threads,
             device=device,
-            prepare=self.prepare,
+            prepare=prepare,
             count_work=self.count_work,
         )

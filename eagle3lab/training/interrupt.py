@@ -22,8 +22,8 @@ class StopOnSignal(Callback):
     """Comes after the other callbacks. Raises `StoppedBySignal` between two updates, on all ranks at the same.
 
     One process stops after the update at hand. Several agree where they talk to each other anyway, at the
-    next logging interval; a signal to any one of them is enough. A run that has made its last update is left
-    to end.
+    next logging interval; a signal to any one of them is enough. A run that has made its last update, or stops
+    early, is left to end.
 
     Lightning's own handlers are replaced while training: for SIGTERM they start a collective inside the
     handler, wherever that rank happens to be; under SLURM, SIGUSR1 writes a checkpoint of their own in
@@ -62,7 +62,7 @@ class StopOnSignal(Callback):
 
     def _stop_if_asked(self, trainer: Trainer, module: Any) -> None:
         asked = module.stop_requested if trainer.world_size == 1 else self.interval_log.stop_agreed
-        if not asked or module.num_updates == module.plan.num_updates:
+        if not asked or trainer.should_stop or module.num_updates == module.plan.num_updates:
             return
         self.interval_log.log_interval(trainer, module)
         if self.checkpoints.saved_update != module.num_updates:

@@ -15,9 +15,10 @@ from eagle3lab.config.errors import IntegrityError, Problem, UserError
 from .clock import TrainClock, peak_memory_gib, wait_for_device
 from .console import interval_line, validation_line
 from .datamodule import Eagle3DataModule
-from .metrics import train_figures, validation_figures
+from .metrics import SIMULATED, domain_figures, train_figures, validation_figures
 from .milestones import Milestones
 from .module import Eagle3Module
+from .real_acceptance import RealAcceptance
 from .roofline import Speedometer, Stretch
 
 
@@ -35,15 +36,18 @@ class IntervalLog(Callback):
         clock: TrainClock,
         write: Callable[[str], None],
         speed: Speedometer,
+        real_acceptance: RealAcceptance | None = None,
     ) -> None:
         self.milestones = milestones
         self.clock = clock
         self.write = write
         self.speed = speed
+        self.real_acceptance = real_acceptance
         self.last_train: dict[str, float] = {}
         self.last_validation: dict[str, float] = {}
         self.first_update_at: float | None = None  # time.perf_counter() when it was done
         self.train_seconds = 0.0
+        self.untrained_seconds = 0.0  # of the validation before the first update
         self.peak_memory_gib = 0.0
         self.stop_agreed = False  # a rank was told to end the run, as of the last interval
         self._flushed = (0, 0.0)  # updates and training seconds at the last log
@@ -74,12 +78,21 @@ class IntervalLog(Callback):
         module: Eagle3Module = pl_module
         if self._data.validation_loader is not None:
             self._data.validation_loader.finish_check()
-        figures = validation_figures(module.validation_sums.reduce(), module.step_decay)
+        sums, by_domain = module.validation_sums.reduce_groups()
+        figures = validation_figures(sums, module.step_decay)
+        domains = self._data.domain_names
+        if domains:
+            figures |= domain_figures(domains, by_domain, module.step_decay)
+        if self.real_acceptance is not None and self.milestones.decodes(module.num_updates):
+            figures |= self.real_acceptance.figures(module.draft)
         self.last_validation = self._log(trainer, module, figures)
-        self.write(validation_line(self.last_validation, module.plan.num_updates))
+        self.write(validation_line(self.last_validation, module.plan.num_updates, domains))
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         self.clock.go_on()
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.untrained_seconds = self.clock.paused_seconds()
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         self.peak_memory_gib = peak_memory_gib(pl_module.device)  # the module leaves its device after this
@@ -119,7 +132,7 @@ class IntervalLog(Callback):
         }
         self._flushed, self.train_seconds = (update, seconds), seconds
         self.last_train = self._log(trainer, module, figures)
-        acceptance = self.last_validation.get("val/simulated_acceptance_length")
+        acceptance = self.last_validation.get(SIMULATED)
         plan = module.plan
         self.write(interval_line(self.last_train, plan.num_updates, plan.num_tokens, acceptance))
 

@@ -20,6 +20,7 @@ from .run_plan import RunPlan
 # read on the host: on the device they would make every step wait for it
 HOST_KEYS = ("row_index", "lengths")
 HOST_PREFIX = "host_"  # of whatever else stays beside the batch
+DOMAIN = "host_domain"  # of a validation pack, whose rows are all of one
 _WORK, _BYTES = "host_work", "host_bytes"  # never leave the loader
 PACKS_READY = 1  # read and waiting, beside one per thread; a pack of 8192 at hidden 4096 takes 268 MB
 

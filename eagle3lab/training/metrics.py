@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from eagle3lab.draft.ttt import TTTOutput
+
+SIMULATED, REAL = "val/simulated_acceptance_length", "val/real_acceptance_length"
 INTERVAL_NAMES = (
     "train/learning_rate",  # of the interval's last update
     "speed/tokens_per_second",  # real tokens, all ranks
@@ -25,28 +28,34 @@ INTERVAL_NAMES = (
 
 
 class Sums:
-    """Named sums, each a scalar or one per TTT step, in one fp64 vector on the device.
+    """Named sums, each a scalar or one per TTT step, in fp64 on the device; one set of them for every group.
 
-    Adding never waits for the device; `reduce` does, once.
+    Adding never waits for the device; reducing does, once.
     """
 
-    def __init__(self, widths: Mapping[str, int], device: torch.device | str) -> None:
+    def __init__(self, widths: Mapping[str, int], device: torch.device | str, num_groups: int = 1) -> None:
         self._widths = dict(widths)
-        self._values = torch.zeros(sum(widths.values()), dtype=torch.float64, device=device)
+        self._values = torch.zeros(num_groups, sum(widths.values()), dtype=torch.float64, device=device)
 
-    def add(self, values: Mapping[str, Tensor]) -> None:
+    def add(self, values: Mapping[str, Tensor], group: int = 0) -> None:
         """Add one tensor of the right width for every name."""
         assert values.keys() == self._widths.keys(), f"{sorted(values)} is not {sorted(self._widths)}"
         parts = [values[name].detach().reshape(width).double() for name, width in self._widths.items()]
-        self._values += torch.cat(parts)
+        self._values[group] += torch.cat(parts)
 
     def reduce(self) -> dict[str, list[float]]:
-        """The sums over all ranks. This rank's own sums stay as they are, so reducing twice is harmless."""
+        """The sums over all ranks and groups. This rank's own stay as they are: reducing twice is harmless."""
+        return self.reduce_groups()[0]
+
+    def reduce_groups(self) -> tuple[dict[str, list[float]], list[dict[str, list[float]]]]:
+        """The sums over all ranks: of all groups together, and of every group."""
         total = self._values.clone()
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(total)
-        flat = total.tolist()
-        result, start = {}, 0
+        return self._by_name(total.sum(dim=0)), [self._by_name(group) for group in total]
+
+    def _by_name(self, values: Tensor) -> dict[str, list[float]]:
+        flat, result, start = values.tolist(), {}, 0
         for name, width in self._widths.items():
             result[name] = flat[start : start + width]
             start += width
@@ -67,6 +76,32 @@ def train_widths(ttt_steps: int) -> dict[str, int]:
         "correct_step": ttt_steps,  # drafted = verifier's argmax within the draft vocabulary
         "covered": 1,  # supervised positions whose input token is in the draft vocabulary
         "grad_norm": 1,  # before clipping, counted by rank 0
+    }
+
+
+@torch.no_grad()
+def train_sums(
+    output: TTTOutput,
+    batch: Mapping[str, Tensor],
+    t2d: Tensor,
+    loss: Tensor,
+    grad_norm: Tensor,
+    *,
+    updates: float,
+    stop: float,
+) -> dict[str, Tensor]:
+    """What a pack adds to `train_widths`. t2d: the vocabulary's, on the device. shape: [V]"""
+    supervised = batch["loss_mask"][0].bool()  # shape: [S]
+    zero = grad_norm.new_zeros(())
+    return {
+        "updates": zero + updates,
+        "stop_requests": zero + stop,
+        "loss": loss,
+        "loss_step": output.token_loss_sums,
+        "supervised_step": output.num_supervised,
+        "correct_step": (output.correct & output.supervised).sum(dim=1),
+        "covered": (t2d[batch["input_ids"][0]] & supervised).sum(),
+        "grad_norm": grad_norm,
     }
 
 
@@ -129,13 +164,53 @@ def validation_figures(sums: Mapping[str, Sequence[float]], step_decay: float) -
         figures[f"val/conditional_accuracy_step{k}"] = _share(prefix, before)
         length += _share(prefix, starts)
         before = prefix
-    figures["val/simulated_acceptance_length"] = length
+    figures[SIMULATED] = length
     figures["val/coverage"] = _share(sums["covered"][0], starts)
     return figures
 
 
-def metric_names(ttt_steps: int) -> list[str]:
-    """Every name that a run may log, in order; the two x-axes first."""
+def domain_figures(
+    names: Sequence[str], sums: Sequence[Mapping[str, Sequence[float]]], step_decay: float
+) -> dict[str, float]:
+    """`val/<domain>/simulated_acceptance_length`, `loss` and `accuracy_step{k}` of every domain.
+
+    As in `validation_figures`, from the sums of that domain's rows alone. A domain without a supervised token
+    has none.
+    """
+    figures: dict[str, float] = {}
+    for domain, own in zip(names, sums, strict=True):
+        if own["totals"][0]:
+            whole = validation_figures(own, step_decay)
+            kept = [SIMULATED, "val/loss", *(f"val/accuracy_step{k}" for k in range(len(own["totals"])))]
+            figures |= {f"val/{domain}/{name.removeprefix('val/')}": whole[name] for name in kept}
+    return figures
+
+
+def domains_of(figures: Mapping[str, float]) -> list[str]:
+    """The domains that figures tell apart, in their order."""
+    parts = [name.split("/") for name in figures]
+    return list(dict.fromkeys(p[1] for p in parts if p[0] == "val" and len(p) == 3))
+
+
+def real_figures(num_steps: int, accepted_at: Sequence[int]) -> dict[str, float]:
+    """Figures of real decoding with the draft, pooled over verification steps; none where there was no step.
+
+    `val/real_acceptance_length`: tokens per verification step, the bonus token included.
+    `val/real_acceptance_step{k}`: share of the steps in which drafted tokens 0..k were all accepted.
+    """
+    if num_steps == 0:
+        return {}
+    steps = {f"val/real_acceptance_step{k}": n / num_steps for k, n in enumerate(accepted_at)}
+    return {REAL: 1.0 + sum(accepted_at) / num_steps, **steps}
+
+
+def metric_names(ttt_steps: int, domains: Sequence[str] = (), num_drafted: int = 0) -> list[str]:
+    """Every name that a run may log, in order; the two x-axes first.
+
+    num_drafted: tokens per verification step where acceptance is measured by decoding, else 0.
+    """
     train = train_figures({name: [0.0] * width for name, width in train_widths(ttt_steps).items()})
-    zeros = {name: [0.0] * width for name, width in validation_widths(ttt_steps).items()}
-    return ["update", "tokens", *train, *INTERVAL_NAMES, *validation_figures(zeros, 1.0)]
+    ones = {name: [1.0] * width for name, width in validation_widths(ttt_steps).items()}
+    by_domain = domain_figures(domains, [ones] * len(domains), 1.0)
+    real = real_figures(1, [0] * num_drafted) if num_drafted else {}
+    return ["update", "tokens", *train, *INTERVAL_NAMES, *validation_figures(ones, 1.0), *real, *by_domain]

@@ -22,9 +22,9 @@ from eagle3lab.draft.vocabulary import DraftVocabulary
 from eagle3lab.verifier.weights import EdgeWeights
 
 from . import checkpoint_state
-from .loader import stays_on_host
+from .loader import DOMAIN, stays_on_host
 from .loss_weights import Weights, loss_weights
-from .metrics import Sums, train_widths, validation_widths
+from .metrics import Sums, train_sums, train_widths, validation_widths
 from .noise_seed import pack_seed
 from .optim import build_learning_rate, build_optimizers, set_learning_rate
 from .run_plan import PlannedUpdate, RunPlan
@@ -120,7 +120,8 @@ class Eagle3Module(LightningModule):
 
     def on_fit_start(self) -> None:
         self.train_sums = Sums(train_widths(self.ttt_steps), self.device)
-        self.validation_sums = Sums(validation_widths(self.ttt_steps), self.device)
+        domains = self.trainer.datamodule.domain_names
+        self.validation_sums = Sums(validation_widths(self.ttt_steps), self.device, max(1, len(domains)))
         self._generator = torch.Generator(self.device)
         trainable = [(name, p) for name, p in self.draft.named_parameters() if p.requires_grad]
         self._trainable = [p for _, p in trainable]
@@ -253,22 +254,8 @@ class Eagle3Module(LightningModule):
         self, batch: dict[str, Tensor], output: TTTOutput, loss: Tensor, norm: Tensor, last: bool
     ) -> None:
         own = float(last and self.global_rank == 0)  # what is equal on all ranks is counted by one
-        with torch.no_grad():
-            supervised = batch["loss_mask"][0].bool()
-            covered = (self.t2d[batch["input_ids"][0]] & supervised).sum()
-            zero = norm.new_zeros(())
-            self.train_sums.add(
-                {
-                    "updates": zero + own,
-                    "stop_requests": zero + float(self.stop_requested),
-                    "loss": loss,
-                    "loss_step": output.token_loss_sums,
-                    "supervised_step": output.num_supervised,
-                    "correct_step": (output.correct & output.supervised).sum(dim=1),
-                    "covered": covered,
-                    "grad_norm": norm * own,
-                }
-            )
+        stop = float(self.stop_requested)
+        self.train_sums.add(train_sums(output, batch, self.t2d, loss, norm * own, updates=own, stop=stop))
 
     # validation
 
@@ -285,7 +272,8 @@ class Eagle3Module(LightningModule):
         """Sums of one pack, without noise. Rows that only keep a rank busy have no loss mask: they count 0."""
         output = self._forward(batch, None)
         edge = EdgeWeights(None, self.verifier_head, self.verifier_norm)
-        self.validation_sums.add(pack_sums(output, batch, self.vocabulary, self.t2d, edge, self.rms_norm_eps))
+        sums = pack_sums(output, batch, self.vocabulary, self.t2d, edge, self.rms_norm_eps)
+        self.validation_sums.add(sums, group=batch[DOMAIN])
 
     # checkpoints
 

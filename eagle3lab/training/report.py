@@ -8,15 +8,20 @@ from pathlib import Path
 from eagle3lab.config.loss_text import describe_loss
 from eagle3lab.config.plan import TrainPlan
 from eagle3lab.config.schema import NoiseKind, OptimConfig, OptimKind, TrainRoot, VerifierSource
+from eagle3lab.data.domains import MAX_DOMAINS, Domains
 
-from .console import share_text, short
+from .console import domain_lines, share_text, short
+from .metrics import REAL, SIMULATED, domains_of
 from .run_plan import RunPlan
+from .selection import NAMES, describe_outcome
 from .summary import TrainingSummary
 from .weight_average import weights_label
 
 
-def start_lines(cfg: TrainRoot, plan: TrainPlan, updates: RunPlan, run_dir: Path, coverage: float) -> str:
-    """Derived numbers of the run, before step 1."""
+def start_lines(
+    cfg: TrainRoot, plan: TrainPlan, updates: RunPlan, run_dir: Path, coverage: float, domains: Domains
+) -> str:
+    """Derived numbers of the run, before step 1. `domains`: of the validation rows."""
     hardware, train = cfg.hardware, cfg.train
     noise = "none" if cfg.noise.kind is NoiseKind.none else f"{cfg.noise.kind.value} {cfg.noise.scale:g}"
     warmup = (
@@ -28,6 +33,7 @@ def start_lines(cfg: TrainRoot, plan: TrainPlan, updates: RunPlan, run_dir: Path
         f"run {cfg.run_name}",
         f"  directory          {run_dir}",
         f"  store              {cfg.store}: {updates.num_rows:,} training rows, {updates.rows_tokens:,} tokens",
+        f"  validation         {_validation_text(domains)}; selects by {NAMES[train.select_by]}",
         f"  draft              {plan.size.trainable:,} trainable parameters, vocabulary {plan.size.vocab_size:,} "
         f"(covers {coverage:.2%} of the supervised tokens), K={cfg.draft.ttt_steps}, noise {noise}",
         f"  loss               {describe_loss(cfg.loss)}",
@@ -48,6 +54,16 @@ def start_lines(cfg: TrainRoot, plan: TrainPlan, updates: RunPlan, run_dir: Path
     return "\n".join(lines)
 
 
+def _validation_text(domains: Domains) -> str:
+    text = f"{len(domains.of_row):,} rows"
+    if domains.told_apart:
+        counts = zip(domains.names, domains.num_rows(), strict=True)
+        return f"{text}: {', '.join(f'{name} {count:,}' for name, count in counts)}"
+    if len(domains.names) > 1:
+        return f"{text} of {len(domains.names)} files, too many to tell apart (at most {MAX_DOMAINS})"
+    return text
+
+
 def _optimizer_text(optim: OptimConfig) -> str:
     text = optim.kind.value
     if optim.kind is OptimKind.muon:
@@ -65,7 +81,7 @@ def closing_lines(
     model = f"model={model_option}"
     if cfg.model.source is VerifierSource.local:
         model += f" model.name={cfg.model.name} model.path={cfg.model.path}"
-    simulated = best.get("val/simulated_acceptance_length")
+    simulated, real = best.get(SIMULATED), best.get(REAL)
     first = summary.first_update_seconds
     first_text = f" (the first one {first:,.1f} s after the command)" if first else ""
     serve = json.dumps(
@@ -82,10 +98,15 @@ def closing_lines(
         f"exported {run_dir / 'draft'} ({weights_label(cfg.optim)} weights of update {exported_update:,}), "
         f"curves {run_dir / 'curves.png'}",
     ]
+    if summary.last_validation or summary.best_validation:
+        lines.append(describe_outcome(summary.selection))
     if simulated is not None:
         lines.append(
             f"simulated acceptance length {simulated:.3f} (teacher-forced, full vocabulary, with the bonus token)"
         )
+    lines += [f"  {line}" for line in domain_lines(best, domains_of(best))]
+    if real is not None:
+        lines.append(f"real acceptance length {real:.3f} (by decoding the prompts of train.acceptance)")
     lines += [
         f"serve     vllm serve {cfg.model.path or 'VERIFIER'} --speculative-config '{serve}'",
         f"evaluate  python evaluate.py draft={run_dir / 'draft'} {model}",

@@ -146,7 +146,7 @@ def find_limit(
         return Limit(
             "validation",
             f"{pause_seconds:.1f} of {total:.1f} s went into validating and saving; "
-            "train.validate_every_updates=N with a larger N",
+            "train.validate_every_updates=N with a larger N, and train.acceptance.every_updates where it is set",
         )
     if steady.wait_share > DATA_WAIT_SHARE:
         return Limit(

@@ -31,6 +31,7 @@ class TrainingSummary:
     last: dict[str, float]  # the last logging interval
     last_validation: dict[str, float]
     best_validation: dict[str, float]
+    selection: dict[str, Any]  # `Selection.outcome`: by which figure, its value, the untrained draft's
     last_checkpoint: str
     best_checkpoint: str | None  # None without validation rows
 

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from eagle3lab.config import schema
-from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.config.errors import Problem, UserError, raise_all
 from eagle3lab.config.flops import StepWork
 from eagle3lab.config.schema import Accelerator, HardwareConfig, Precision, TrainerConfig
 from eagle3lab.config.stamp import is_rank_zero
@@ -32,8 +32,10 @@ from .interval_log import IntervalLog
 from .metrics import metric_names
 from .milestones import Milestones
 from .module import Eagle3Module
+from .real_acceptance import Measure, RealAcceptance
 from .replicas import num_replicas
 from .roofline import Speedometer, find_limit
+from .selection import Selection
 from .sharding import ShardedStrategy
 from .summary import TrainingSummary
 
@@ -61,6 +63,7 @@ def fit(
     about: Mapping[str, Any] | None = None,
     needed_flops: Callable[[StepWork], float] | None = None,
     seconds_before: float = 0.0,
+    measure_acceptance: Measure | None = None,
 ) -> TrainingSummary:
     """Train `module` over its plan on `hardware` (resolved), writing metrics and checkpoints under `run_dir`.
 
@@ -69,31 +72,39 @@ def fit(
     fetches the best. With `resume` the run goes on from `checkpoints/last.ckpt`, or from the one before where
     that is damaged; a complete run does no more. `about` (plain data) goes into every checkpoint. `needed_flops`
     turns the work that the data module counts into FLOPs, for the MFU. `seconds_before`: what the command took
-    until here, for the summary.
+    until here, for the summary. `measure_acceptance` decodes for `train.acceptance`, on the first rank.
 
     Raises `UserError` when there is nothing to resume, when the checkpoint's data or update size is another,
-    when a loss is not finite, and when a checkpoint cannot be written; `StoppedBySignal`, naming
-    `resume_command`, after a SIGTERM.
+    when validations are asked for without rows, when a loss is not finite, and when a checkpoint cannot be
+    written; `StoppedBySignal`, naming `resume_command`, after a SIGTERM.
     """
     began = time.perf_counter() - seconds_before
     plan = module.plan
     assert num_replicas(hardware) == plan.num_replicas, "the plan was made for other hardware"
+    validate = datamodule.num_validation_rows > 0
+    if not validate:
+        _refuse_what_needs_validation(train)
+    num_drafted = (train.acceptance.k or module.ttt_steps) if train.acceptance.every_updates else 0
+    real = RealAcceptance(num_drafted, measure_acceptance) if num_drafted else None
     directory = run_dir / CHECKPOINTS
     point = find_resume_point(directory) if resume else None
     start = point.num_updates if point else 0
 
     milestones, clock = Milestones.of(plan, train), TrainClock()
-    csv_log = CsvLog(run_dir / METRICS_FILE, metric_names(module.ttt_steps), keep_until=start)
+    selection = Selection(train.select_by, train.early_stopping)
+    columns = metric_names(module.ttt_steps, datamodule.domain_names, num_drafted)
+    csv_log = CsvLog(run_dir / METRICS_FILE, columns, keep_until=start)
     speed = Speedometer(plan.num_replicas, hardware.peak_tflops, needed_flops)
-    log = IntervalLog(milestones, clock, print_line, speed)
-    checkpoints = Checkpoints(directory, milestones, log, clock, resumed=point, about=about)
+    log = IntervalLog(milestones, clock, print_line, speed, real)
+    checkpoints = Checkpoints(directory, milestones, log, clock, selection, resumed=point, about=about)
     with quiet_lightning():
         trainer = build_trainer(
             hardware,
             run_dir,
             loggers=[csv_log, *loggers],
             callbacks=[log, checkpoints, StopOnSignal(log, checkpoints, resume_command)],
-            validate=datamodule.num_validation_rows > 0,
+            validate=validate,
+            validate_untrained=train.validate_untrained and point is None,
         )
         trainer.fit(
             module,
@@ -106,8 +117,28 @@ def fit(
     return _summary(module, log, checkpoints, hardware, start=start, began=began)
 
 
+def _refuse_what_needs_validation(train: TrainerConfig) -> None:
+    keys = [
+        key
+        for key, value in (
+            ("train.early_stopping.patience", train.early_stopping.patience),
+            ("train.acceptance.every_updates", train.acceptance.every_updates),
+        )
+        if value is not None
+    ]
+    raise_all(
+        [Problem(f"{key} is set, but the store has no validation rows", fix=f"{key}=null") for key in keys]
+    )
+
+
 def build_trainer(
-    hardware: HardwareConfig, run_dir: Path, *, loggers: list[Logger], callbacks: list[Any], validate: bool
+    hardware: HardwareConfig,
+    run_dir: Path,
+    *,
+    loggers: list[Logger],
+    callbacks: list[Any],
+    validate: bool,
+    validate_untrained: bool = False,
 ) -> Trainer:
     """Lightning's trainer. One Lightning epoch is the whole run: epochs, updates and resuming are the plan's."""
     trainer = Trainer(
@@ -121,7 +152,8 @@ def build_trainer(
         callbacks=[*callbacks, RunProgressBar()] if sys.stdout.isatty() else callbacks,
         max_epochs=1,
         limit_val_batches=1.0 if validate else 0,
-        num_sanity_val_steps=0,
+        num_sanity_val_steps=-1 if validate_untrained else 0,  # -1: all of it
+        inference_mode=False,  # what the first forward keeps is used in training
         use_distributed_sampler=False,
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -154,7 +186,7 @@ def _summary(
     began: float,
 ) -> TrainingSummary:
     seconds = time.perf_counter() - began
-    plan, steady, pauses = module.plan, log.speed.steady, log.clock.paused_seconds()
+    plan, steady, pauses = module.plan, log.speed.steady, log.clock.paused_seconds() + log.untrained_seconds
     mfu = steady.mfu(hardware.peak_tflops)
     limit = find_limit(
         steady,
@@ -185,9 +217,10 @@ def _summary(
         micro_batches_per_update=plan.micro_batches,
         last=log.last_train,
         last_validation=log.last_validation,
-        best_validation=checkpoints.best,
+        best_validation=checkpoints.selection.best,
+        selection=checkpoints.selection.outcome(),
         last_checkpoint=str(checkpoints.directory / LAST),
-        best_checkpoint=str(checkpoints.directory / BEST) if checkpoints.best else None,
+        best_checkpoint=str(checkpoints.directory / BEST) if checkpoints.selection.best else None,
     )
 
 

@@ -19,6 +19,7 @@ def test_a_run_leaves_everything_that_is_needed_to_serve_and_to_repeat_it(traine
         "config.json",
         "model.safetensors",
         "provenance.json",
+        "trained_on.keys",
     }
     config = yaml.safe_load((trained / "config.yaml").read_text())
     assert config["noise"] == {"kind": "uniform", "scale": 0.05}
@@ -117,21 +118,27 @@ def test_what_cannot_run_says_so_before_anything_is_written(
     assert not (workspace / "untouched").exists()
 
 
-def test_a_store_of_another_verifier_is_refused(
-    trained: Path, run_command: Callable[..., Any], workspace: Path
-) -> None:
-    """The same shapes and tokenizer, other weights: only the fingerprint can tell."""
+@pytest.fixture(scope="module")
+def other_verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shapes, configuration, tokenizer and embedding of the tiny one, another final norm: a retrained verifier."""
     from safetensors.torch import load_file, save_file
 
     from eagle3lab.verifier.locate import asset_path
 
-    other = workspace / "other_verifier"
+    other = tmp_path_factory.mktemp("verifiers") / "other_verifier"
     shutil.copytree(asset_path("tiny"), other)
     tensors = load_file(other / "model.safetensors")
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    return other
+
+
+def test_a_store_of_another_verifier_is_refused(
+    trained: Path, run_command: Callable[..., Any], other_verifier: Path
+) -> None:
+    """Only the fingerprint of the weights can tell."""
     done = run_command(
-        "train.py", "model=local", "model.name=other", f"model.path={other}", "model.aux_layer_ids=[1,2,3]",
+        "train.py", "model=local", "model.name=other", f"model.path={other_verifier}", "model.aux_layer_ids=[1,2,3]",
         "hardware=cpu", "store=stores/tiny-demo", expect=2,
     )  # fmt: skip
     assert "the store is of another verifier (tiny); they differ in weight_fingerprint: {" in done.stderr
@@ -139,12 +146,46 @@ def test_a_store_of_another_verifier_is_refused(
     assert "store=DIRECTORY of this verifier" in done.stderr
 
 
-def test_a_draft_is_refused_by_another_verifier(
-    trained: Path, run_command: Callable[..., Any], workspace: Path
+def test_a_draft_of_another_verifier_is_refused_with_the_reason(
+    trained: Path, run_command: Callable[..., Any], other_verifier: Path
 ) -> None:
+    """Only the fingerprint of the weights can tell."""
     done = run_command(
         "evaluate.py", f"draft={trained / 'draft'}", "model=local", "model.name=other",
-        f"model.path={workspace / 'other_verifier'}", "hardware=cpu", "prompts=jsonl", "prompts.path=missing.jsonl",
-        expect=2,
+        f"model.path={other_verifier}", "model.demo=tiny_chat", "hardware=cpu", expect=2,
     )  # fmt: skip
-    assert "missing.jsonl" in done.stderr
+    config = json.loads((trained / "draft" / "config.json").read_text())
+    assert "belongs to another verifier" in done.stderr
+    assert (
+        f"weight fingerprint of the draft's verifier: '{config['verifier_weight_fingerprint']}'"
+        in done.stderr
+    )
+    assert "config hash" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_prompts_that_the_draft_was_trained_on_are_refused_whatever_their_template_case_and_spacing(
+    trained: Path, run_command: Callable[..., Any], workspace: Path
+) -> None:
+    from eagle3lab.rows.files import read_file
+
+    index = (workspace / "stores" / "tiny-demo" / "index.jsonl").read_text()
+    row = next(r for line in index.splitlines() for r in json.loads(line)["rows"] if r["split"] == "train")
+    records = {record.source: record.value for record in read_file("asset:tiny_chat/conversations.jsonl.xz")}
+    seen = records[row["source"]]["messages"][0]["content"]
+    (workspace / "other.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}{{ eos_token }}{% endfor %}<bot>"
+    )
+    planted = {"id": "planted", "messages": [
+        {"role": "system", "content": "Be short."}, {"role": "user", "content": f"  {seen.upper()}".replace(" ", "\n ")},
+    ]}  # fmt: skip
+    prompts = [{"id": "new", "turns": [f"{seen} And why?"]}, planted]
+    (workspace / "planted.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    done = run_command(
+        "evaluate.py", f"draft={trained / 'draft'}", "model=tiny", "hardware=cpu", "prompts=jsonl",
+        "prompts.path=planted.jsonl", "model.template=other.jinja", expect=2,
+    )  # fmt: skip
+    assert "was trained on 1 of the 2 prompts of jsonl: 'planted'" in done.stderr
+    assert "prompts.leave_out_trained_on=true" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (trained / "evaluation-jsonl").exists()

@@ -24,6 +24,7 @@ from eagle3lab.config.schema import (
     TrainerConfig,
     TrainingStep,
 )
+from eagle3lab.config.selection import AcceptanceConfig
 from eagle3lab.store.disk import estimate_bytes
 
 QWEN3_8B = Shapes(4096, 12288, 36, 32, 8, 128, 151936, 8190735360)
@@ -58,6 +59,18 @@ def test_memory_and_speed_agree_with_the_measured_baseline(
     assert head == 151936 * 4096 * 2 / 2**30
     assert plan.total_gib - head == pytest.approx(gib, rel=0.15)
     assert plan.tokens_per_second == pytest.approx(tokens_per_second, rel=0.1)
+
+
+def test_decoding_while_training_takes_the_verifier_and_a_second_draft() -> None:
+    def total(train: TrainerConfig) -> float:
+        draft = DraftConfig(name="eagle3")
+        plan = plan_training(draft, QWEN3_8B, H200, train, num_aux=3, num_devices_per_node=1, store=None)
+        return plan.total_gib
+
+    size = draft_size(DraftConfig(name="eagle3"), QWEN3_8B, num_aux=3)
+    decoding = TrainerConfig(seq_len=8192, acceptance=AcceptanceConfig(every_updates=100))
+    more = 2 * (8190735360 + size.trainable + size.frozen) / 2**30
+    assert total(decoding) - total(TrainerConfig(seq_len=8192)) == pytest.approx(more)
 
 
 @pytest.mark.parametrize(("max_tokens", "updates"), [(100, 1), (8192, 1), (8193, 2)])

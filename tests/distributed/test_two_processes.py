@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,14 +84,20 @@ def assert_same_weights(a: Path, b: Path) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`one`: one process. `two`, `sharded`: two under torchrun.
 
-    `half` and `sharded_half` stop early on two ranks and go on on one, `cut` stops early and goes on in shards.
+    `measured` is `two` with acceptance measured, `stopped` ends by itself.
+    `half` and `sharded_half` (measured too) stop early on two ranks and go on on one, `cut` stops early and goes on in shards.
     `pack_one`, `pack_two` and so on: the other normalisations in one process and in two.
     """
     path = tmp_path_factory.mktemp("runs")
     script = script_module()
     tiny = script.load_tiny()
-    # five validation rows in three packs: one rank has one fewer
-    tiny.write_store(path / "store", tiny.default_rows(12, 5))
+    # five validation rows of two files in three packs: one rank has one fewer
+    validation = {"validation": ["code.jsonl:1", "chat.jsonl:2"]}
+    rows = [
+        replace(row, source=validation.get(row.split, ["chat.jsonl:1"] * 2)[i % 2])
+        for i, row in enumerate(tiny.default_rows(12, 5))
+    ]
+    tiny.write_store(path / "store", rows)
     train = TRAIN
     short = train | {"max_epochs": None, "max_updates": 3}
     # 7 packs in updates of 4: in the second one a rank gets a row without weight
@@ -102,10 +109,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         TORCHRUN,
         [
             job(store, path / "two", 2, train),
+            job(store, path / "measured", 2, train, measure_every=2),
+            job(store, path / "stopped", 2, train, measure_every=1, patience=1),
             job(store, path / "half", 2, short),
             job(store, path / "cut", 2, short),
             job(store, path / "sharded", 2, train, strategy="fsdp2"),
-            job(store, path / "sharded_half", 2, short, strategy="fsdp2"),
+            job(store, path / "sharded_half", 2, short, strategy="fsdp2", measure_every=2),
             job(store, path / "cut", 2, train, strategy="fsdp2", resume=True),
             job(store, path / "muon_two", 2, train, optim=MUON, step="reference"),
             job(store, path / "muon_sharded", 2, train, optim=MUON, step="reference", strategy="fsdp2"),
@@ -124,6 +133,29 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_equal_one_on_the_union_of_their_batches(runs: Path, name: str) -> None:
     assert [r["update"] for r in rows(runs / "one") if "train/loss" in r] == [1, 2, 3, 4]
     assert_same_run(runs / "one", runs / name)
+
+
+def test_figures_by_domain_are_over_the_rows_of_all_ranks(runs: Path) -> None:
+    one, two = rows(runs / "one")[-1], rows(runs / "two")[-1]
+    names = [f"val/{domain}/{name}" for domain in ("chat", "code") for name in ("accuracy_step0", "loss")]
+    assert [two[name] for name in names] == pytest.approx([one[name] for name in names], rel=1e-5)
+    assert one["val/chat/loss"] != one["val/code/loss"]
+
+
+def test_a_rank_that_waits_for_a_measurement_trains_as_if_there_were_none(runs: Path) -> None:
+    plain, measured = (
+        tensors(torch.load(runs / name / "checkpoints" / "last.ckpt", weights_only=True))
+        for name in ("two", "measured")
+    )
+    assert plain.keys() == measured.keys()
+    assert all(torch.equal(plain[name], measured[name]) for name in plain)
+    assert [r["update"] for r in rows(runs / "measured") if "val/real_acceptance_length" in r] == [0, 2, 4]
+
+
+def test_both_ranks_end_early_together(runs: Path) -> None:
+    summary = json.loads((runs / "stopped" / "summary.json").read_text())
+    assert summary["selection"]["stopped_early"]
+    assert summary["updates"] < 4
 
 
 @pytest.mark.parametrize("name", NORMALISATIONS)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,9 +39,17 @@ def load_tiny() -> ModuleType:
     return module
 
 
+def slow_measure(weights: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, ...]]:
+    """An acceptance that depends on the weights, after a while in which the other rank waits."""
+    time.sleep(0.5)
+    return 1000, tuple(int(100 * (k + sum(t.double().sum() for t in weights.values()) % 1)) for k in range(3))
+
+
 def run(tiny: ModuleType, job: dict[str, Any]) -> None:
     out = Path(job["out"])
     train = TrainerConfig(seq_len=tiny.SEQ_LEN, **job["train"])
+    train.acceptance.every_updates = job.get("measure_every")
+    train.early_stopping.patience = job.get("patience")
     optim = dict(job.get("optim", {}))
     optim["kind"] = OptimKind(optim.get("kind", "adamw"))
     module, data = tiny.build(
@@ -61,6 +72,8 @@ def run(tiny: ModuleType, job: dict[str, Any]) -> None:
         train=train,
         run_dir=out,
         resume=job.get("resume", False),
+        # only the first rank has a verifier
+        measure_acceptance=slow_measure if int(os.environ.get("RANK", "0")) == 0 else None,
     )
     if module.global_rank == 0:
         torch.save(tiny.weights(module), out / "weights.pt")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -21,7 +22,8 @@ from eagle3lab.draft.inference import ChainDrafter
 from eagle3lab.draft.speculators_model import vocabulary_of
 from eagle3lab.draft.ttt import LossRecorder, ttt_forward
 from eagle3lab.draft.vocabulary import DraftVocabulary
-from eagle3lab.verifier.facts import VerifierFacts
+from eagle3lab.store.trained_on import TRAINED_ON_FILE, text_key, trained_on, write_trained_on
+from eagle3lab.verifier.facts import VerifierFacts, weight_fingerprint
 from eagle3lab.verifier.weights import EdgeWeights
 
 FIELDS: list[dict[str, Any]] = [
@@ -206,3 +208,39 @@ def test_speculators_reads_our_directory(make_draft: Callable[..., Any], tmp_pat
     config = Eagle3SpeculatorConfig.from_pretrained(tmp_path / "draft")
     assert config.eagle_aux_hidden_state_layer_ids == [2, 4, 5]
     assert engine_view(config.to_dict()) == engine_view(read_export(tmp_path / "draft")[0])
+
+
+def test_a_retrained_verifier_of_the_same_shapes_config_and_embedding_is_told_by_its_weights(
+    make_draft: Callable[..., Any], facts: VerifierFacts, edge: EdgeWeights, tmp_path: Path
+) -> None:
+    weights = {"model.norm.weight": edge.norm, "model.layers.0.mlp.up_proj.weight": edge.head}
+    for name, scale in (("right", 1.0), ("retrained", 1.001)):
+        (tmp_path / name).mkdir()
+        changed = weights | {"model.layers.0.mlp.up_proj.weight": edge.head * scale}
+        save_file(changed, tmp_path / name / "model.safetensors")
+    right, retrained = (dataclasses.replace(facts, path=tmp_path / n) for n in ("right", "retrained"))
+    fingerprint = weight_fingerprint(right.path)
+    export_draft(make_draft(), tmp_path / "draft", {}, verifier_fingerprint=fingerprint)
+    load_draft(tmp_path / "draft", right, edge)
+    with pytest.raises(UserError) as caught:
+        load_draft(tmp_path / "draft", retrained, edge)
+    text = str(caught.value)
+    assert "belongs to another verifier" in text
+    assert f"weight fingerprint of the draft's verifier: '{fingerprint}'" in text
+    assert weight_fingerprint(retrained.path) in text
+    provenance = json.loads((tmp_path / "draft" / "provenance.json").read_text())
+    assert provenance["verifier"]["weight_fingerprint"] == fingerprint
+
+
+def test_the_keys_of_the_training_rows_go_along_and_no_engine_takes_them_for_weights(
+    make_draft: Callable[..., Any], tmp_path: Path
+) -> None:
+    keys = tmp_path / TRAINED_ON_FILE
+    write_trained_on(keys, trained_on([], [text_key("seen")]))
+    export_draft(make_draft(), tmp_path / "draft", {}, trained_on=keys)
+    copied = tmp_path / "draft" / TRAINED_ON_FILE
+    assert copied.read_bytes() == keys.read_bytes()
+    provenance = json.loads((tmp_path / "draft" / "provenance.json").read_text())
+    assert provenance[TRAINED_ON_FILE] == {"sha256": hashlib.sha256(keys.read_bytes()).hexdigest()}
+    weights = [p for ending in ("safetensors", "bin", "pt") for p in (tmp_path / "draft").glob(f"*.{ending}")]
+    assert [p.name for p in weights] == ["model.safetensors"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -37,6 +38,33 @@ def test_max_prompts_takes_the_first(tmp_path):
     cfg = write(tmp_path / "p.jsonl", *({"id": str(i), "turns": ["x"]} for i in range(5)))
     cfg.max_prompts = 2
     assert [p.prompt_id for p in read_prompts(cfg)] == ["0", "1"]
+
+
+def test_max_prompts_spreads_over_categories_and_a_smaller_choice_is_part_of_a_larger(tmp_path):
+    categories = ["a"] * 4 + ["b"] * 1 + ["c"] * 3
+    records = [{"id": str(i), "category": c, "turns": ["x"]} for i, c in enumerate(categories)]
+    cfg = write(tmp_path / "p.jsonl", *records)
+    chosen = []
+    for cfg.max_prompts in range(1, 10):
+        chosen.append([p.prompt_id for p in read_prompts(cfg)])
+    assert chosen[2] == ["0", "4", "5"]
+    assert chosen[4] == ["0", "1", "4", "5", "6"]
+    assert chosen[7] == chosen[8] == [str(i) for i in range(8)]
+    assert all(set(few) <= set(more) for few, more in pairwise(chosen))
+
+
+def test_a_character_that_looks_like_the_end_of_a_line_stays_in_the_text(tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"turns": ["a\u2028b\x85c"]}, ensure_ascii=False), encoding="utf-8")
+    assert (
+        read_prompts(PromptsConfig(name="set", path=str(file)))[0].messages[0]["content"] == "a\u2028b\x85c"
+    )
+
+
+def test_two_prompts_of_one_id_are_refused(tmp_path):
+    cfg = write(tmp_path / "p.jsonl", {"id": "x", "turns": ["a"]}, {"id": "x", "turns": ["b"]})
+    with pytest.raises(UserError, match=r"p.jsonl:2 .*'x' is that of line 1"):
+        read_prompts(cfg)
 
 
 def test_every_malformed_line_is_named(tmp_path):

@@ -10,8 +10,11 @@ from rich.console import Console
 from eagle3lab.config.errors import IntegrityError, UserError
 from eagle3lab.config.schema import DecodeConfig, HardwareConfig, ModelConfig, PromptsConfig
 from eagle3lab.draft.export import export_draft
-from eagle3lab.evaluate.report import category_table, plot_acceptance, results_table
-from eagle3lab.evaluate.run import evaluate_draft, other_template_args, untrained_copy
+from eagle3lab.draft.vocabulary import DraftVocabulary
+from eagle3lab.evaluate.drafts import other_template_args, untrained_copy
+from eagle3lab.evaluate.plot import plot_acceptance
+from eagle3lab.evaluate.report import category_table, figures, results_table, summary_figures
+from eagle3lab.evaluate.run import evaluate_draft
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +69,15 @@ def test_every_draft_and_k_is_measured_over_every_prompt(evaluation):
 
 def test_the_plain_text_is_the_verifiers_greedy_text(evaluation, random_pair):
     _, result = evaluation
-    for prompt in result.prompts:
-        text = "<|turn|>user\n" + prompt.prompt.messages[0]["content"] + "<|end|>\n<|turn|>assistant\n"
+    for task, own in zip(result.tasks, result.plain.texts, strict=True):
+        text = "<|turn|>user\n" + task.prompt.messages[0]["content"] + "<|end|>\n<|turn|>assistant\n"
         ids = [
             token
             for i, piece in enumerate(text.replace("<|end|>", "<|turn|>").split("<|turn|>"))
             for token in ([[257, 258, 257][i - 1]] if i else []) + list(piece.encode())
         ]
-        assert prompt.num_prompt_tokens == len(ids)
-        assert list(prompt.plain.tokens) == random_pair.engine.generate(ids, 12)
+        assert list(task.ids) == ids
+        assert list(own.tokens) == random_pair.engine.generate(ids, 12)
 
 
 def test_the_file_holds_counts_conventions_and_what_was_left_out(evaluation):
@@ -112,6 +115,61 @@ def test_table_and_plot_are_made(evaluation, tmp_path):
     assert list(tmp_path.iterdir()) == [png]
 
 
+@pytest.fixture(scope="module")
+def sampled(random_pair, draft_dir, prompt_file, tmp_path_factory):
+    out = tmp_path_factory.mktemp("sampled")
+    return out, evaluate(random_pair, draft_dir, prompt_file, out, temperature=[0.0, 1.0], untrained=False)
+
+
+def test_temperatures_stand_side_by_side_and_sampled_texts_repeat(
+    evaluation, sampled, random_pair, draft_dir, prompt_file, tmp_path
+):
+    _, result = sampled
+    assert [(v.k, v.temperature) for v in result.variants] == [(1, 0.0), (3, 0.0), (1, 1.0), (3, 1.0)]
+    greedy = {v.k: v.overall for v in evaluation[1].variants if v.variant == "trained"}
+    assert all(v.overall == greedy[v.k] for v in result.variants if v.temperature == 0)
+    assert [v.num_identical for v in result.variants] == [2, 2, None, None]
+    again = evaluate(random_pair, draft_dir, prompt_file, tmp_path, temperature=[1.0], untrained=False)
+    drawn = [[p.texts[0].tokens for p in r.passes if p.way.temperature == 1] for r in (result, again)]
+    assert drawn[0] == drawn[1]
+    other = evaluate(
+        random_pair, draft_dir, prompt_file, tmp_path, temperature=[1.0], untrained=False, seed=5
+    )
+    assert [p.texts[0].tokens for p in other.passes] != drawn[0]
+
+
+def test_the_table_says_temperature_proposal_and_what_training_simulated(sampled, tmp_path):
+    _, result = sampled
+    result.setup["simulated"] = {"acceptance_length": 1.46, "ttt_steps": 3, "update": 9}
+    said = io.StringIO()
+    Console(file=said, width=120).print(results_table(result))
+    text = " ".join(said.getvalue().split())
+    assert "greedy and T=1, sampled text drafted greedy, fp32 on cpu, hf" in text
+    assert "simulated in training: 1.46, 3 steps deep" in text
+    columns, rows = figures(result)
+    assert all(len(row) == len(columns) for row in rows)
+    assert [dict(zip(columns, row, strict=True))["simulated"] for row in rows] == [1.46] * 4
+    summary = summary_figures(result)
+    assert (
+        summary["trained/k3/T1/acceptance_length"]
+        == result.variant(k=3, temperature=1.0).overall.acceptance_length
+    )
+    assert summary["simulated_acceptance_length"] == 1.46
+    assert plot_acceptance(result, tmp_path).is_file()
+
+
+def test_the_draft_vocabulary_and_its_coverage_stand_beside(random_pair, prompt_file, tmp_path):
+    """VOC-05: what the verifier said is known; a third of the vocabulary covers what of it lies there."""
+    vocabulary = DraftVocabulary.from_ids(range(0, 264, 3), 264)
+    draft = tmp_path / "draft"
+    export_draft(random_pair.draft(seed=9, vocabulary=vocabulary), draft, {})
+    result = evaluate(random_pair, draft, prompt_file, tmp_path / "out", untrained=False)
+    own = [token for text in result.plain.texts for token in text.tokens]
+    assert result.setup["draft_vocabulary"] == {
+        "size": 88, "coverage": pytest.approx(sum(token % 3 == 0 for token in own) / len(own)),
+    }  # fmt: skip
+
+
 def test_the_untrained_copy_is_what_build_draft_starts_from(random_pair):
     draft = random_pair.draft(seed=9, num_layers=2, norm_before_fc=True)
     with torch.no_grad():
@@ -125,17 +183,17 @@ def test_the_untrained_copy_is_what_build_draft_starts_from(random_pair):
 def test_a_text_that_differs_without_a_tie_is_written_and_refused(
     random_pair, draft_dir, prompt_file, tmp_path, monkeypatch
 ):
-    from eagle3lab.evaluate import run
+    from eagle3lab.evaluate import reference
 
-    decode = run.decode_with_draft
+    decode = reference.decode_with_draft
 
     def faulty(*args):
         decoded = decode(*args)
         return type(decoded)((*decoded.tokens[:3], 7, *decoded.tokens[4:]), *list(vars(decoded).values())[1:])
 
-    monkeypatch.setattr(run, "decode_with_draft", faulty)
+    monkeypatch.setattr(reference, "decode_with_draft", faulty)
     with pytest.raises(
-        IntegrityError, match=r"prompt a, trained draft, k=1: the text leaves .* at new token 3"
+        IntegrityError, match=r"prompt a, trained draft, k=1, 1 together: the text leaves .* at new token 3"
     ):
         evaluate(random_pair, draft_dir, prompt_file, tmp_path)
     assert not json.loads((tmp_path / "evaluation.json").read_text())["prompts"][0]["trials"][0]["identical"]

@@ -15,6 +15,7 @@ from eagle3lab.rows.build import CONVERSATIONS_PER_WORKER, MAX_WORKERS, build_ro
 from eagle3lab.rows.rows import RowSet
 from eagle3lab.rows.sample import describe_sample
 from eagle3lab.store.identity import row_id_of
+from eagle3lab.store.trained_on import text_key
 from eagle3lab.verifier.facts import VerifierFacts
 
 Chat = Callable[..., dict[str, Any]]
@@ -169,3 +170,23 @@ def test_a_sample_marks_what_is_supervised(rows_of: RowsOf, chat: Chat, byte_tok
     assert "[[no<|end|>]]" in text
     assert "u" * 100 not in text
     assert "empty_answer 1" in text
+
+
+def test_what_users_say_is_known_of_training_conversations_in_every_turn_and_of_no_others(
+    rows_of: RowsOf, chat: Chat
+) -> None:
+    said = [(f"opening {i}", f"then {i}") for i in range(40)]
+    records = [chat(first, "answer", second, "answer") for first, second in said]
+    system = {"role": "system", "content": "rules"}
+    lonely = {"messages": [system, {"role": "user", "content": "no answer"}]}  # gives no row
+    rowset = rows_of(*records, lonely, validation_share=0.3)
+    train = {row.source for row in rowset.rows if row.split == "train"}
+    assert 0 < len(train) < 40
+    lines = {f"opening {i}": f":{i + 1}" for i in range(40)}
+    expected = {
+        text_key(text)
+        for first, second in said
+        if any(source.endswith(lines[first]) for source in train)
+        for text in (first, second)
+    }
+    assert rowset.user_turns == expected

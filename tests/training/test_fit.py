@@ -43,11 +43,11 @@ def test_a_run_logs_every_interval_and_validation_once(
     trained = [int(row["update"]) for row in rows if row["train/loss"]]
     validated = [int(row["update"]) for row in rows if row["val/loss"]]
     assert trained == [4, 5, 8, 10]
-    assert validated == [5, 10]
+    assert validated == [0, 5, 10]  # the untrained draft first
     assert int(rows[-1]["tokens"]) == module.plan.num_tokens == summary.tokens
     assert all(0 <= float(v) <= 1 for row in rows for k, v in row.items() if v and "accuracy" in k)
     printed = capsys.readouterr()
-    assert len(printed.out.splitlines()) == 6
+    assert len(printed.out.splitlines()) == 7
     assert "update 4/10  tokens" in printed.out
     assert printed.err == ""
     content = json.loads(json.dumps(summary.to_json(), allow_nan=False))
@@ -64,7 +64,7 @@ def test_by_default_validation_comes_at_every_epochs_end_and_at_the_runs(
     module, _ = train_run(store, tmp_path, train)
     epochs = [u + 1 for u in range(19) if module.plan.ends_epoch(u)]
     assert len(epochs) == 2
-    assert [int(row["update"]) for row in csv_rows(tmp_path) if row["val/loss"]] == [*epochs, 19]
+    assert [int(row["update"]) for row in csv_rows(tmp_path) if row["val/loss"]] == [0, *epochs, 19]
 
 
 def test_validation_is_over_every_validation_row_and_the_full_vocabulary(
@@ -107,7 +107,7 @@ def test_validation_is_over_every_validation_row_and_the_full_vocabulary(
 def test_training_learns(tiny: ModuleType, store: StoreReader, train_run: Any, tmp_path: Path) -> None:
     train = TrainerConfig(seq_len=tiny.SEQ_LEN, tokens_per_update=64, max_epochs=15, log_every_updates=4)
     _, summary = train_run(store, tmp_path, train)
-    first = float(csv_rows(tmp_path)[0]["train/loss"])
+    first = float(csv_rows(tmp_path)[1]["train/loss"])
     assert summary.last["train/loss"] < 0.2 * first
 
 

