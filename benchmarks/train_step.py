@@ -1,7 +1,7 @@
 """The training step beside speculators' own compiled model, on one GPU in one run, alternating.
 
 python benchmarks/train_step.py --out benchmarks/results/train_step_h200.json
-python benchmarks/train_step.py --quick --profile     # one share, one K, and where its time goes
+python benchmarks/train_step.py --only timing --shares 0.5 --ttt-steps 3 --profile    # and where its time goes
 python benchmarks/train_step.py --wide --only wide    # hidden 7168, vocabulary 163840
 """
 
@@ -342,7 +342,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/train_step_h200.json")
-    parser.add_argument("--quick", action="store_true", help="share 0.5, K=3 alone")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25, 1.0])
+    parser.add_argument("--ttt-steps", type=int, nargs="+", default=[3, 7])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--only", nargs="+", choices=["exact", "bf16", "timing", "wide"])
@@ -363,8 +364,7 @@ def main() -> None:
         torch._dynamo.reset()  # else widths count as dynamic for having been others before
     if chosen & {"bf16", "timing"}:
         sides = guarded("build", lambda: (Reference(QWEN3_8B), Ours(QWEN3_8B)))
-        shares = (0.5,) if arguments.quick else (0.5, 0.25, 1.0)
-        steps = (3,) if arguments.quick else (3, 7)
+        shares, steps = arguments.shares, arguments.ttt_steps
         for k in steps if "bf16" in chosen else ():  # before any weight moves
             notes[f"bf16_k{k}"] = guarded(f"bf16 K={k}", partial(near_in_bf16, sides, QWEN3_8B, k))
         for k, share in product(steps, shares) if "timing" in chosen else ():

@@ -1,0 +1,249 @@
+"""Drafts for SmolLM2-135M-Instruct side by side: trained by several recipes, decoded through vLLM on public prompts.
+
+python benchmarks/acceptance_smollm2.py --out benchmarks/results/acceptance_smollm2.json
+python benchmarks/acceptance_smollm2.py --tiny --work /tmp/tiny    # on a CPU: does it run
+
+Every trial is `train.py` and `evaluate.py` as a user types them, over one store and one file of prompts: MT-Bench,
+HumanEval and GSM8K, as many of each, in turn over their categories. Trials run side by side on the device. The
+results are written after each, so that a time limit keeps what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from common import ROOT, write_results
+
+from eagle3lab.config.schema import PromptsConfig
+from eagle3lab.evaluate.prompts import read_prompts
+
+SETS = ("mt_bench", "humaneval", "gsm8k")
+SHARES = (0.125, 0.25, 0.5)
+EPOCHS = (1, 2, 4)  # beside the whole run's
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One draft: a recipe, its seed, and where it stands on a curve."""
+
+    variant: str
+    overrides: tuple[str, ...]
+    seed: int = 1
+    ks: tuple[int, ...] = (3, 7)
+    epochs: int | None = None  # default: those of the run
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}-seed{self.seed}"
+
+
+RECIPES = {
+    "default": ("draft.ttt_steps=3", "optim=adamw", "optim.lr=1e-3"),
+    "default_k7": ("draft.ttt_steps=7", "optim=adamw", "optim.lr=1e-3"),
+    "adamw_1e-4": ("draft.ttt_steps=3", "optim=adamw", "optim.lr=1e-4"),
+    "adamw_1e-4_k7": ("draft.ttt_steps=7", "optim=adamw", "optim.lr=1e-4"),
+    # its own forward, optimizer, learning rate, window, norms and loss; packs and epochs as everywhere here
+    "speculators": ("experiment=speculators_09", "draft.step=reference"),
+    "speculators_k7": ("experiment=speculators_09", "draft.step=reference", "draft.ttt_steps=7"),
+    "muon": ("draft.ttt_steps=3", "optim=muon", "optim.lr=1e-3"),
+    "muon_3e-2": ("draft.ttt_steps=3", "optim=muon", "optim.lr=3e-2"),
+}
+
+
+def trials(seeds: Sequence[int]) -> Iterator[Trial]:
+    """All of them, what is wanted most first: recipes, curves, the choice by loss, further seeds."""
+    first, *others = seeds
+    for variant in RECIPES:
+        yield Trial(variant, RECIPES[variant], first)
+    default = Trial("default", RECIPES["default"], first, ks=(3,))
+    for epochs in EPOCHS:
+        yield replace(default, variant=f"default_epochs{epochs}", epochs=epochs)
+    for share in SHARES:
+        overrides = (*default.overrides, f"train.data_share={share}")
+        yield replace(default, variant=f"default_share{share}", overrides=overrides)
+    yield replace(default, variant="default_by_loss", overrides=(*default.overrides, "train.select_by=loss"))
+    for seed in others:
+        for variant in RECIPES:
+            yield Trial(variant, RECIPES[variant], seed)
+
+
+class Bench:
+    """Paths, limits and the rows so far."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.began = time.perf_counter()
+        self.work: Path = arguments.work
+        self.store, self.prompts = self.work / "store", self.work / "prompts.jsonl"
+        model = "tiny" if arguments.tiny else "smollm2_135m"
+        self.words = [f"model={model}", f"hardware={'cpu' if arguments.tiny else 'h200'}"]
+        self.rows: list[dict[str, Any]] = []
+        self.notes: dict[str, Any] = {"prompts_of_each_set": arguments.prompts, "drafts": {}, "failed": {}}
+        self.lock = Lock()
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    def run(self, log: str, *words: str) -> None:
+        """A command in a process of its own; its output goes to a log, the end of which is shown if it fails."""
+        file = self.work / "logs" / f"{log}.log"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        threads = max(1, (os.cpu_count() or 1) // self.arguments.parallel)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        with file.open("w") as output:
+            process = subprocess.run(
+                [sys.executable, *words], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
+        if process.returncode:
+            end = "\n".join(file.read_text(errors="replace").splitlines()[-15:])
+            raise RuntimeError(f"{' '.join(words)} ended with {process.returncode}:\n{end}")
+
+
+def make_prompts(bench: Bench) -> None:
+    """One file of all sets; the category of a prompt is its set."""
+    lines = []
+    for name in SETS:
+        chosen = PromptsConfig(name=name, path=f"package:{name}", max_prompts=bench.arguments.prompts)
+        for prompt in read_prompts(chosen):
+            turns = [message["content"] for message in prompt.messages]
+            lines.append(json.dumps({"id": prompt.prompt_id, "category": name, "turns": turns}))
+    bench.prompts.write_text("\n".join(lines) + "\n")
+
+
+def extract(bench: Bench) -> None:
+    data = ["data=demo", "data.max_tokens=null", f"data.max_len={bench.arguments.seq_len}"]
+    if bench.arguments.regenerate:
+        data += ["data.regenerate=true", "data.sampling.temperature=0.7", "data.sampling.max_new_tokens=512"]
+    backend = [] if bench.arguments.tiny else ["extract.backend=vllm", "hardware.engine.memory_share=0.6"]
+    start = bench.seconds()
+    bench.run("extract", "extract.py", *bench.words, *data, *backend, f"store={bench.store}")
+    manifest = json.loads((bench.store / "manifest.json").read_text())
+    kept = ("num_rows", "num_tokens", "num_supervised")
+    bench.notes["store"] = {name: manifest[name] for name in kept} | {
+        "recipe": " ".join(["extract.py", *bench.words, *data, *backend]),
+        "seconds": round(bench.seconds() - start, 1),
+    }
+    print(bench.notes["store"], flush=True)
+
+
+def measure(bench: Bench, trial: Trial) -> None:
+    """Train and decode; the rows of every set go into the results."""
+    arguments = bench.arguments
+    if bench.seconds() > 60 * arguments.minutes:
+        with bench.lock:
+            bench.notes["failed"][trial.name] = "not begun: the time was over"
+        return
+    run_dir = bench.work / "runs" / trial.name
+    common = [*bench.words, "data=demo", f"store={bench.store}"]
+    budget = [f"train.seq_len={arguments.seq_len}", f"train.max_epochs={trial.epochs or arguments.epochs}"]
+    train = [*common, *trial.overrides, *budget, f"train.seed={trial.seed}", "optim.lr_warmup_updates=20"]
+    if arguments.tiny:
+        train += ["draft.vocab_size=null"]
+    evaluate = [
+        *bench.words, f"draft={run_dir / 'draft'}", "prompts=jsonl", "prompts.name=public",
+        f"prompts.path={bench.prompts}", f"decode.k=[{','.join(map(str, trial.ks))}]",
+        "decode.temperature=[0.0,1.0]", f"decode.max_new_tokens={arguments.new_tokens}",
+        f"decode.seed={trial.seed}", f"out={run_dir / 'evaluation'}",
+    ]  # fmt: skip
+    if not arguments.tiny:
+        share = 0.7 / arguments.parallel
+        evaluate += [
+            "decode.backend=vllm",
+            "decode.precision=bf16",
+            f"decode.batch_sizes=[{arguments.batch}]",
+        ]
+        evaluate += [f"hardware.engine.memory_share={share:.2f}"]
+    try:
+        bench.run(f"{trial.name}-train", "train.py", *train, f"run_dir={run_dir}")
+        trained = bench.seconds()
+        bench.run(f"{trial.name}-evaluate", "evaluate.py", *evaluate)
+    except RuntimeError as error:
+        print(f"{trial.name} FAILED: {error}", flush=True)
+        with bench.lock:
+            bench.notes["failed"][trial.name] = str(error).splitlines()[0]
+        return
+    summary = json.loads((run_dir / "summary.json").read_text())
+    evaluation = json.loads((run_dir / "evaluation/evaluation.json").read_text())
+    with bench.lock:
+        bench.rows += rows_of(trial, summary, evaluation)
+        bench.notes["drafts"][trial.name] = {
+            "train": " ".join(["train.py", *train]),
+            "simulated": evaluation["setup"]["simulated"],
+            "selection": summary["selection"],
+            "overall": {
+                f"k{v['k']} T{v['temperature']}": v["overall"]["acceptance_length"]
+                for v in evaluation["variants"]
+            },
+            "texts_equal": [
+                [v["k"], v["num_identical"], v["num_near_ties"]]
+                for v in evaluation["variants"]
+                if v["temperature"] == 0
+            ],
+        }
+        print(f"{bench.seconds():6.0f} s  {trial.name} (trained at {trained:.0f} s): "
+              f"{bench.notes['drafts'][trial.name]['overall']}", flush=True)  # fmt: skip
+        write_results(arguments.out, bench.rows, notes=bench.notes)
+
+
+def rows_of(trial: Trial, summary: dict[str, Any], evaluation: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "variant": trial.variant,
+            "prompts": name,
+            "k": result["k"],
+            "temperature": result["temperature"],
+            "seed": trial.seed,
+            "acceptance_length": round(stats["acceptance_length"], 4),
+            "low": round(stats["acceptance_length_low"], 4),
+            "high": round(stats["acceptance_length_high"], 4),
+            "speedup": round(result["speed_ratio"], 4),  # over all prompts, with others at work on the device
+            "train_tokens": summary["tokens"],
+            "updates": summary["updates"],
+        }
+        for result in evaluation["variants"]
+        for name, stats in result["per_category"].items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/acceptance_smollm2.json")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/eagle3lab-bench/acceptance"))
+    parser.add_argument("--prompts", type=int, default=80, help="of each set")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--parallel", type=int, default=4, help="trials side by side on the device")
+    parser.add_argument("--batch", type=int, default=32, help="texts decoded together")
+    parser.add_argument("--minutes", type=float, default=20.0, help="no trial is begun after these")
+    parser.add_argument("--regenerate", action="store_true", help="the verifier answers the user turns anew")
+    parser.add_argument("--only", nargs="+", help="variants")
+    parser.add_argument("--tiny", action="store_true", help="on a CPU: does it run, not how well")
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    bench = Bench(arguments)
+    make_prompts(bench)
+    extract(bench)
+    chosen = [t for t in trials(arguments.seeds) if arguments.only is None or t.variant in arguments.only]
+    print(f"{len(chosen)} trials: {', '.join(t.name for t in chosen)}", flush=True)
+    with ThreadPoolExecutor(arguments.parallel) as pool:
+        list(pool.map(lambda trial: measure(bench, trial), chosen))
+    write_results(arguments.out, bench.rows, notes=bench.notes)
+
+
+if __name__ == "__main__":
+    main()
