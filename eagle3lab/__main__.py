@@ -16,7 +16,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "main",
         "look into a store, check it, join parts, import older files",
     ),
-    "compare": ("eagle3lab.commands.compare", "main", "which draft is accepted more, over the same prompts"),
+    "compare": ("eagle3lab.commands.compare", "main", "runs or sweeps: what differs, and what it changed"),
+    "rerun": ("eagle3lab.commands.rerun", "main", "repeat a run from its own files, say what differs"),
     "doctor": ("eagle3lab.doctor.command", "main", "check machine, verifier and store before a run"),
 }
 

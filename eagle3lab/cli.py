@@ -1,25 +1,18 @@
-"""The three commands: `run_extract`, `run_train`, `run_evaluate`. The only place that exits."""
+"""The three commands: `run_extract`, `run_train`, `run_evaluate`. What Hydra does around them: `under_hydra`."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import hydra
-from omegaconf import DictConfig
-
-from eagle3lab.config import compose
 from eagle3lab.config.check import CHECKS
-from eagle3lab.config.errors import StoppedBySignal, UserError, raise_all
+from eagle3lab.config.errors import raise_all
 from eagle3lab.config.flops import flops_counter
-from eagle3lab.config.foreign_code import foreign_code
-from eagle3lab.config.help import help_text
 from eagle3lab.config.invocation import Invocation, absolute_data, absolute_model, default_store, named
 from eagle3lab.config.names import honest_choices
 from eagle3lab.config.plan import StoreCounts, plan_extraction, plan_training
@@ -27,62 +20,17 @@ from eagle3lab.config.plan_text import describe_extraction, describe_training, r
 from eagle3lab.config.schema import EvaluateRoot, ExtractRoot, TrainRoot
 from eagle3lab.config.stamp import is_rank_zero
 from eagle3lab.experiments.stages import stage_seconds
-
-_QUIET = "EAGLE3LAB_QUIET_ERRORS"
+from eagle3lab.under_hydra import run_command
 
 
 def main(entry: str) -> None:
-    """Run `train`, `extract` or `evaluate` under Hydra. A user's mistake: one message, exit code 2."""
-    show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1" and _QUIET not in os.environ
-    if not show_traceback:  # makes Hydra raise instead of exiting with 1, so that the message is made here
-        os.environ["HYDRA_FULL_ERROR"] = os.environ[_QUIET] = "1"
-    compose.register()
-    sys.argv[1:] = compose.command_line(entry, sys.argv[1:])
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        try:
-            print(help_text(entry, sys.argv[1:], CHECKS[entry]))
-        except UserError as error:
-            _exit_with(error)
-        return
+    """Run `train`, `extract` or `evaluate` with the command line, under Hydra."""
     runs: dict[str, Callable[[Any, Invocation], float | None]] = {
         "train": run_train,
         "extract": run_extract,
         "evaluate": run_evaluate,
     }
-
-    def task(cfg: DictConfig) -> float | None:
-        invocation = Invocation.current()
-        try:
-            typed, problems = compose.to_typed(cfg, compose.ROOTS[entry])
-            raise_all([*problems, *(CHECKS[entry](typed) if typed is not None else [])])
-            if is_rank_zero() and (said := foreign_code(typed.model)):
-                print(said)
-            return runs[entry](typed, invocation)
-        except UserError as error:
-            if invocation.sweep_dir is not None or show_traceback:
-                raise
-            _exit_with(error)
-
-    decorated: Callable[[], Any] = hydra.main(str(compose.config_directory()), entry, version_base="1.3")(
-        task
-    )
-    try:
-        decorated()
-    except UserError as error:
-        if show_traceback:
-            raise
-        _exit_with(error)
-    except Exception as error:
-        if show_traceback or not compose.is_composition_error(error):
-            raise
-        overrides = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
-        _exit_with(compose.explain(error, entry, overrides, CHECKS[entry]))
-
-
-def _exit_with(error: UserError) -> NoReturn:
-    if not isinstance(error, StoppedBySignal) or is_rank_zero():
-        print(f"error: {error.render()}", file=sys.stderr)
-    sys.exit(error.exit_code)
+    run_command(entry, runs[entry])
 
 
 def run_extract(cfg: ExtractRoot, invocation: Invocation) -> None:
@@ -114,22 +62,24 @@ def run_extract(cfg: ExtractRoot, invocation: Invocation) -> None:
     from eagle3lab.doctor.preflight import before_extraction
 
     print(before_extraction(cfg.extract, hardware, store))
+    from eagle3lab.experiments.extraction_run import track_extraction
     from eagle3lab.extract.pipeline import extract_store
 
     report = extract_store(model=model, data=data, extract=cfg.extract, hardware=hardware, store=store)
     print(report.describe())
+    track_extraction(cfg, invocation, store, report.to_json())
 
 
 def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
     """A store -> a trained draft, its curves and its export; returns the simulated acceptance length."""
     cfg = named(cfg, invocation)
     from eagle3lab.engines.devices import apply_environment, resolve_hardware
-    from eagle3lab.verifier.shapes import layer_ids_of, shapes_of
+    from eagle3lab.verifier.shapes import draft_layer_ids, shapes_of
 
     cfg.hardware = hardware = resolve_hardware(cfg.hardware, require=not cfg.plan)
     raise_all(CHECKS["train"](cfg))  # once more: the devices and the attention are known now
     shapes = shapes_of(cfg.model)
-    aux_layer_ids = layer_ids_of(cfg.draft.aux_layer_ids or cfg.model.aux_layer_ids, shapes)
+    aux_layer_ids = draft_layer_ids(cfg.draft, cfg.model, shapes)
     plan = plan_training(
         cfg.draft,
         shapes,
@@ -188,17 +138,19 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
         aux_layer_ids=aux_layer_ids,
         num_threads=hardware.num_loader_threads,
         supervision=cfg.loss.supervision,
+        data_share=cfg.train.data_share,
+        noise=cfg.noise,
         prepare=pack_preparer(cfg.draft, hardware),
         count_work=work_counter(cfg.draft),
     )
-    counts = store.token_counts()
-    vocabulary = DraftVocabulary.from_counts(counts, plan.size.vocab_size, always_keep=facts.eos_token_ids)
     updates = data.plan(cfg.train, num_replicas=replicas, micro_batches=micro_batches)
+    counts = data.token_counts()
+    vocabulary = DraftVocabulary.from_counts(counts, plan.size.vocab_size, always_keep=facts.eos_token_ids)
 
     run_dir = Path(str(cfg.run_dir))
     provenance = begin_run(cfg, invocation, run_dir, store.manifest) if is_rank_zero() else {}
     say = print if is_rank_zero() else (lambda *_: None)
-    say(start_lines(cfg, plan, updates, run_dir, vocabulary.coverage(counts), data.domains))
+    say(start_lines(cfg, plan, updates, run_dir, vocabulary.coverage(counts), data))
     if is_rank_zero() and not (cfg.resume and cfg.train.self_test):
         device, trusted = hardware.accelerator.value, cfg.model.trust_remote_code
         num_rows = cfg.train.self_test_rows if cfg.train.self_test else 0
@@ -246,12 +198,12 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
             resume_command=invocation.resume_command(run_dir),
             about=about(cfg, provenance, tracker),
             needed_flops=flops_counter(cfg.draft, shapes, len(aux_layer_ids)),
-            seconds_before=process_seconds(),
+            seconds_before=invocation.seconds_before(process_seconds()),
             measure_acceptance=meter.measure if meter else None,
         )
         if not is_rank_zero():
             return None
-        results.update(summary.best_validation or summary.last_validation, selection=summary.selection)
+        results.update(summary.for_tracker())
         exported_update = load_weights(draft, Path(summary.best_checkpoint or summary.last_checkpoint))
         exported = {"exported_update": exported_update, "exported_weights": weights_label(cfg.optim)}
         finish_run(cfg, draft, run_dir, summary.to_json() | exported, provenance)

@@ -1,4 +1,7 @@
-"""`python -m eagle3lab compare A B [C ...]`: which draft is accepted more, over the same prompts."""
+"""`python -m eagle3lab compare RUN...|SWEEP_DIR`: what differs between runs, and what it changed.
+
+Drafts that were evaluated are compared by acceptance over the same prompts, others by what training measured.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,15 @@ from eagle3lab.config.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from eagle3lab.evaluate.comparable import Aligned
-    from eagle3lab.evaluate.comparison import Comparison, Variant
+    from eagle3lab.evaluate.comparison import Variant
     from eagle3lab.experiments.run_config import RunConfig
 
 DESCRIPTION = (
-    "Compare drafts by the acceptance that evaluate.py measured over the same prompts. Runs that differ in "
-    "seeds alone are one variant; every variant is held against the first."
+    "Compare runs, or all runs of a sweep directory. Where every draft was decoded by evaluate.py: by their "
+    "acceptance over the same prompts. Otherwise by what training measured, best first by train.select_by, with "
+    "every run that did not finish. Runs that differ in seeds alone are one variant; every variant is held "
+    "against the first."
 )
-CSV, PLOT = "comparison.csv", "comparison.png"
 SEED = 0
 
 
@@ -29,6 +33,12 @@ def main(argv: Sequence[str]) -> int:
     Raises UserError where the evaluations cannot be compared.
     """
     arguments = _parser().parse_args(list(argv))
+    from eagle3lab.experiments.run_results import is_sweep, runs_of
+
+    if _by_training(arguments):
+        return _compare_training(arguments)
+    if any(is_sweep(Path(place).resolve()) for place in arguments.drafts):
+        arguments.drafts = [str(run) for place in arguments.drafts for run in runs_of(Path(place))]
     from rich.console import Console
 
     from eagle3lab.evaluate.comparable import Only, align, notes
@@ -51,14 +61,66 @@ def main(argv: Sequence[str]) -> int:
         notes=(*notes(aligned, list(names)), *_unknown(variants, groups, configs)),
         method=tuple(method(variants, sections, SEED, RESAMPLES)),
     )
-    if arguments.out:
-        _write(comparison, arguments.out)
+    written = []
+    if arguments.out or arguments.html:
+        from .compare_files import write_files
+
+        written = write_files(comparison, arguments.out, arguments.html)
     if arguments.json:
         print(to_json(comparison))
     else:
         print_comparison(comparison, Console(width=None if sys.stdout.isatty() else 140))
-        if arguments.out:
-            print(f"figures {arguments.out / CSV}, plot {arguments.out / PLOT}")
+        if written:
+            print("written  " + ", ".join(map(str, written)))
+    return 0
+
+
+def _by_training(arguments: argparse.Namespace) -> bool:
+    """Whether training's figures are compared: where asked for, and where a run was not evaluated."""
+    from eagle3lab.evaluate.evaluation_file import find_evaluations
+    from eagle3lab.experiments.run_results import is_run, runs_of
+
+    if arguments.training or arguments.by:
+        return True
+    for given in map(Path, arguments.drafts):
+        for place in runs_of(given):
+            try:
+                find_evaluations(place)
+            except UserError:
+                if place != given or is_run(place):  # a trial that never began has no directory
+                    return True
+    return False
+
+
+def _compare_training(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from eagle3lab.config.selection import SelectBy
+    from eagle3lab.experiments.compare_runs import compare_runs
+    from eagle3lab.experiments.runs_report import print_runs, runs_json, write_runs
+
+    for name in ("prompts", "k", "temperature", "backend", "common_prompts"):
+        if getattr(arguments, name):
+            option = "--" + name.replace("_", "-")
+            raise UserError(
+                Problem(
+                    f"{option} is about evaluations, and not all of these runs have one",
+                    fix="evaluate.py draft=RUN/draft",
+                )
+            )
+    comparison = compare_runs(
+        [Path(place) for place in arguments.drafts],
+        by=SelectBy(arguments.by) if arguments.by else None,
+        ignore=arguments.ignore,
+        group=not arguments.no_group,
+    )
+    written = write_runs(comparison, out=arguments.out, html=arguments.html)
+    if arguments.json:
+        print(runs_json(comparison), end="")
+    else:
+        print_runs(comparison, Console(width=None if sys.stdout.isatty() else 140))
+        if written:
+            print("written  " + ", ".join(map(str, written)))
     return 0
 
 
@@ -68,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         "drafts",
         metavar="RUN",
         nargs="+",
-        help="a run, draft or evaluation directory, or an evaluation.json; the first is the baseline",
+        help="a run, sweep, draft or evaluation directory, or an evaluation.json; the first is the baseline",
     )
     for name, kind, what in (
         ("--prompts", str, "only this set of prompts; like the next three, as often as wanted"),
@@ -88,7 +150,16 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="a configuration key that makes no other variant, as git.commit or hardware; as often as wanted",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"write {CSV} and {PLOT}")
+    parser.add_argument("--training", action="store_true", help="by what training measured, evaluated or not")
+    parser.add_argument(
+        "--by",
+        choices=("loss", "simulated_acceptance", "real_acceptance"),
+        help="by this figure of training instead of train.select_by's",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write comparison.csv and comparison.png")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write one page that needs nothing beside it"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     return parser
 
@@ -172,30 +243,4 @@ def _unknown(
     without = [v.label for v, group in zip(variants, groups, strict=True) if configs[group[0]] is None]
     return [f"no config.yaml beside the draft of {', '.join(without)}: how it was trained is unknown"] * bool(
         without
-    )
-
-
-def _write(comparison: Comparison, out: Path) -> None:
-    from eagle3lab.evaluate.comparison import ALL
-    from eagle3lab.evaluate.comparison_report import write_csv
-    from eagle3lab.experiments.plots import plot_intervals
-
-    out.mkdir(parents=True, exist_ok=True)
-    write_csv(comparison, out / CSV)
-    panels = {}
-    for section in comparison.sections:
-        compared = section.scopes[ALL]
-        best = [(comparison.variants[i].label, i) for i in comparison.order]
-        lengths = [(name, e) for name, i in best if (e := compared.lengths[i])]
-        changes = [(name, d) for name, i in best if (d := compared.differences[i])]
-        panels[str(section.setting)] = [
-            [(name, e.length, e.low, e.high) for name, e in lengths],
-            [(name, d.estimate, d.low, d.high) for name, d in changes],
-        ]
-    baseline = comparison.variants[0].label
-    plot_intervals(
-        panels,
-        out / PLOT,
-        columns=[("acceptance length, 95 %", None), (f"difference from {baseline}, paired, 95 %", 0.0)],
-        legend=[v.describe() for v in comparison.variants],
     )

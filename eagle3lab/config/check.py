@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from .check_loss import check_loss
 from .check_optim import check_optim
 from .check_sampling import check_sampling
 from .errors import Problem
+from .noise import check_noise
 from .schema import (
     Accelerator,
     Attention,
@@ -24,8 +24,6 @@ from .schema import (
     ExtractRoot,
     HardwareConfig,
     ModelConfig,
-    NoiseConfig,
-    NoiseKind,
     TrainerConfig,
     TrainRoot,
     VerifierSource,
@@ -39,7 +37,7 @@ def check_train(cfg: TrainRoot) -> list[Problem]:
         *_model(cfg.model),
         *_data(cfg.data),
         *_hardware(cfg.hardware),
-        *_noise(cfg.noise),
+        *check_noise(cfg.noise),
         *_draft(cfg.draft, cfg.model),
         *check_loss(cfg.loss),
         *check_optim(cfg.optim),
@@ -139,6 +137,7 @@ def _hardware(hardware: HardwareConfig) -> Iterator[Problem]:
     yield from _positive("hardware.num_nodes", hardware.num_nodes)
     yield from _positive("hardware.num_loader_threads", hardware.num_loader_threads, least=0)
     yield from _positive("hardware.num_threads", hardware.num_threads)
+    yield from _positive("hardware.trials_per_node", hardware.trials_per_node)
     yield from _within("hardware.assumed_mfu", hardware.assumed_mfu, 0, 1, open_low=True)
     if hardware.accelerator is Accelerator.cpu and hardware.attention is Attention.flex:
         yield Problem(
@@ -177,25 +176,19 @@ def _part(part: int, num_parts: int) -> Iterator[Problem]:
         )
 
 
-def _noise(noise: NoiseConfig) -> Iterator[Problem]:
-    if not (math.isfinite(noise.scale) and noise.scale >= 0):
-        yield Problem("noise.scale", noise.scale, "a finite number from 0", "noise.scale=0.05")
-    elif noise.kind is NoiseKind.none and noise.scale != 0:
-        yield Problem(
-            "noise.scale is set but noise.kind is none",
-            noise.scale,
-            "0",
-            f"noise.kind=uniform noise.scale={noise.scale:g}",
-        )
-    elif noise.kind is not NoiseKind.none and noise.scale == 0:
-        yield Problem(f"noise.kind is {noise.kind.value} but noise.scale is 0", fix="noise=none")
-
-
 def _draft(draft: DraftConfig, model: ModelConfig) -> Iterator[Problem]:
     yield from _positive("draft.num_layers", draft.num_layers)
     yield from _positive("draft.vocab_size", draft.vocab_size, least=2)
     yield from _within("draft.ttt_steps", draft.ttt_steps, 1, 16)
     yield from _layer_ids("draft.aux_layer_ids", draft.aux_layer_ids, model)
+    yield from _positive("draft.num_aux_layers", draft.num_aux_layers)
+    if draft.num_aux_layers is not None and draft.aux_layer_ids is not None:
+        yield Problem(
+            "draft.num_aux_layers and draft.aux_layer_ids are both set",
+            f"{draft.num_aux_layers} and {draft.aux_layer_ids}",
+            "one of them",
+            "draft.num_aux_layers=null",
+        )
     for key in ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "sliding_window"):
         yield from _positive(f"draft.{key}", getattr(draft, key))
     if draft.norm_before_fc and draft.fc_norm:
@@ -215,6 +208,7 @@ def _draft(draft: DraftConfig, model: ModelConfig) -> Iterator[Problem]:
 
 def _budget(train: TrainerConfig, hardware: HardwareConfig) -> Iterator[Problem]:
     yield from _positive("train.seq_len", train.seq_len, least=16)
+    yield from _within("train.data_share", train.data_share, 0, 1, open_low=True)
     for key in (
         "tokens_per_update",
         "max_epochs",

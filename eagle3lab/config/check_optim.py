@@ -35,10 +35,17 @@ def check_optim(optim: OptimConfig) -> Iterator[Problem]:
         yield Problem("optim.betas", optim.betas, "two numbers in [0, 1)", "optim.betas=[0.9,0.95]")
     yield from positive("optim.lr_warmup_updates", optim.lr_warmup_updates, least=0)
     yield from positive("optim.lr_warmup_tokens", optim.lr_warmup_tokens, least=0)
-    if optim.lr_warmup_updates and optim.lr_warmup_tokens:
+    yield from within("optim.lr_warmup_share", optim.lr_warmup_share, 0, 0.5)
+    given = {
+        key: value
+        for key in ("lr_warmup_updates", "lr_warmup_tokens", "lr_warmup_share")
+        if (value := getattr(optim, key))
+    }
+    if len(given) > 1:
+        keys = [f"optim.{key}" for key in given]
         yield Problem(
-            "optim.lr_warmup_updates and optim.lr_warmup_tokens are both set",
-            f"{optim.lr_warmup_updates} and {optim.lr_warmup_tokens}",
+            f"{' and '.join(keys)} are {'both' if len(keys) == 2 else 'all'} set",
+            " and ".join(f"{value:g}" for value in given.values()),
             "one of them",
-            "optim.lr_warmup_updates=null",
+            " ".join(f"{key}=null" for key in keys[:-1]),
         )

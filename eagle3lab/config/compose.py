@@ -21,10 +21,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from .errors import Problem, UserError, raise_all
+from .omegaconf_errors import problem_of_value
 from .schema import EvaluateRoot, ExtractRoot, TrainRoot
 from .stamp import run_stamp
 
 Check = Callable[[Any], list[Problem]]
+# what Hydra calls before a sweep, and what that calls to have the trials' stores ready: named, not imported
+_SWEEP_START = {
+    "_target_": "eagle3lab.experiments.sweep_start.SweepStart",
+    "prepare": "eagle3lab.extract.on_demand:prepare_stores",
+}
 ROOTS: dict[str, type] = {"train": TrainRoot, "extract": ExtractRoot, "evaluate": EvaluateRoot}
 
 
@@ -44,6 +50,7 @@ def register() -> None:
         node = OmegaConf.structured(root)
         _open_dictionaries(node, root)
         store.store(name=f"{name}_schema", node=node)
+    store.store(group="hydra/callbacks", name="eagle3lab", node={"sweep_start": _SWEEP_START})
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True)
 
 
@@ -66,7 +73,10 @@ def to_typed(cfg: DictConfig, root: type) -> tuple[Any, list[Problem]]:
     names = [f.name for f in dataclasses.fields(root)]
     problems = [unknown_key(str(key), root) for key in cfg if key not in (*names, "hydra")]
     plain = OmegaConf.masked_copy(cfg, names)
-    missing = sorted(OmegaConf.missing_keys(plain))
+    try:
+        missing = sorted(OmegaConf.missing_keys(plain))
+    except OmegaConfBaseException as error:  # an interpolation that leads nowhere
+        return None, [*problems, problem_of_value(str(error))]
     if missing:
         shown = ["draft" if key == "draft_dir" else key for key in missing]
         return None, problems + [Problem(f"{key} must be given", fix=f"{key}=...") for key in shown]
@@ -76,7 +86,7 @@ def to_typed(cfg: DictConfig, root: type) -> tuple[Any, list[Problem]]:
             value = plain[name]
             values[name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
         except OmegaConfBaseException as error:
-            problems.append(_from_message(str(error)))
+            problems.append(problem_of_value(str(error)))
             continue
         problems += [unknown_key(key, root) for key in _unknown_keys(values[name], f"{name}.")]
     return (root(**values) if len(values) == len(names) else None), problems
@@ -166,6 +176,8 @@ def explain(error: Exception, entry: str, overrides: Sequence[str], check: Check
         if alone is None:
             good.append(override)
             continue
+        if isinstance(alone, MissingConfigException) and not isinstance(error, MissingConfigException):
+            continue  # an option of -cd's directory: the command found it, and failed at something else
         problem = _problem_of(alone, root, override)
         if problem not in problems:
             problems.append(problem)
@@ -234,7 +246,17 @@ def _problem_of(error: Exception, root: type, override: str) -> Problem:
         return Problem(f"{key} is chosen already", override, "one option per group", f"{key}={value}")
     if text.startswith("Config group override must be"):
         return _missing_option(MissingConfigException("", f"{key}/{value}", group_options(key)), key, value)
-    return _from_message(text, value)
+    return problem_of_value(text, value)
+
+
+# launchers and sweepers of other packages -> the extra of this one that installs them
+_EXTRAS = {
+    "joblib": "joblib",
+    "submitit_slurm": "submitit",
+    "submitit_local": "submitit",
+    "ray": "ray",
+    "optuna": "optuna",
+}
 
 
 def group_options(group: str) -> list[str]:
@@ -246,6 +268,8 @@ def _missing_option(error: MissingConfigException, key: str, value: str) -> Prob
     options = list(error.options or [])
     group = (error.missing_cfg_file or f"{key}/{value}").rpartition("/")[0] or key
     wanted = (error.missing_cfg_file or value).rpartition("/")[2]
+    if group in ("hydra/launcher", "hydra/sweeper") and wanted in _EXTRAS:
+        return Problem(f"{wanted} is not installed", fix=f"pip install 'eagle3lab[{_EXTRAS[wanted]}]'")
     near = difflib.get_close_matches(wanted, options, n=1, cutoff=0.4)
     return Problem(
         f"the group {group} has no option",
@@ -253,21 +277,3 @@ def _missing_option(error: MissingConfigException, key: str, value: str) -> Prob
         f"one of {', '.join(options)}" if options else "an existing configuration file",
         f"{group}={near[0]}" if near else "",
     )
-
-
-def _from_message(text: str, value: str | None = None) -> Problem:
-    key_match = re.search(r"full_key: (\S+)", text)
-    key = key_match.group(1) if key_match else "configuration"
-    line = next(
-        (ln for ln in text.splitlines() if "Value " in ln or "Invalid value" in ln), text.splitlines()[0]
-    )
-    line = line.partition(": ")[2] if line.startswith("Error merging override") else line
-    wanted = re.search(r"could not be converted to (\w+)|expected one of (\[.*\])|is not a valid (\w+)", line)
-    kinds = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
-    if wanted:
-        name = next(g for g in wanted.groups() if g)
-        shown = re.search(r"[Vv]alue '?([^']*)'? ", line)
-        return Problem(
-            f"{key} has the wrong type", value or (shown.group(1) if shown else None), kinds.get(name, name)
-        )
-    return Problem(f"{key}: {line.strip()}")

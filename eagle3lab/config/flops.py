@@ -85,7 +85,7 @@ def needed_flops(draft: DraftConfig, shapes: Shapes, num_aux: int, work: StepWor
         step 0, lower layers        6 L c + 12 q P
         step 0, last layer          6 (2 d kv) c + 6 (L - 2 d kv) n_0 + 12 q p_0
         step k > 0, every layer     6 L n_k + 12 q (p_k + k n_k)
-        draft head                  4 h V (l_0 + ... + l_(K-1)), frozen: no weight gradient
+        draft head                  4 h V (l_0 + ... + l_(K-1)), or 6 where it is trained
         verifier head               2 h V l_0, forward alone
 
     A multiplication and its addition are 2; a product with trained weights costs 2 forward and 4 backward, an
@@ -113,7 +113,7 @@ def needed_flops(draft: DraftConfig, shapes: Shapes, num_aux: int, work: StepWor
         total += 6 * (keys * context + others * queries) + 12 * q * seen
         for k in steps[1:]:
             total += 6 * (keys + others) * needed[k] + 12 * q * (pairs[k] + k * needed[k])
-    return total + 4 * head * sum(losses) + 2 * head * losses[0]
+    return total + (6 if draft.train_head else 4) * head * sum(losses) + 2 * head * losses[0]
 
 
 def flops_counter(draft: DraftConfig, shapes: Shapes, num_aux: int) -> Callable[[StepWork], float]:

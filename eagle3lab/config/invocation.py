@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 
 from . import names
 from .schema import DataConfig, ModelConfig, TrainRoot
 from .stamp import run_stamp
+
+_ENTRIES = ("train", "extract", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -25,19 +30,31 @@ class Invocation:
     choices: dict[str, str | None] = field(default_factory=dict)
     sweep_dir: Path | None = None
     job_num: int = 0
+    began: float = field(default_factory=time.perf_counter, compare=False)
+    config_flags: tuple[str, ...] = ()  # -cd DIR -cn NAME, of a primary configuration that is not conf/'s own
 
     @classmethod
     def current(cls) -> Invocation:
-        config = HydraConfig.get()
+        return cls.of(cast(DictConfig, HydraConfig.get()))
+
+    @classmethod
+    def of(cls, config: DictConfig, job_num: int | None = None) -> Invocation:
+        """From a composed `hydra` node; `job_num` where Hydra has not set it yet."""
         sweeping = config.mode is RunMode.MULTIRUN
         cwd = Path(config.runtime.cwd)
+        number = config.job.num if sweeping and job_num is None else job_num
         return cls(
             cwd=cwd,
-            overrides=tuple(config.overrides.task),
+            overrides=_as_typed(config),
             choices=dict(config.runtime.choices),
             sweep_dir=cwd / config.sweep.dir if sweeping else None,
-            job_num=config.job.num if sweeping else 0,
+            job_num=number or 0,
+            config_flags=_config_flags(config),
         )
+
+    def seconds_before(self, of_process: float) -> float:
+        """Seconds this job took until now. `of_process`: those of the process, which a sweep's later jobs share."""
+        return of_process if self.job_num == 0 else time.perf_counter() - self.began
 
     def path(self, text: str) -> Path:
         """A path of the configuration, taken from the directory of the call."""
@@ -58,7 +75,11 @@ class Invocation:
             command = ["torchrun", "--nnodes", nodes, "--nproc_per_node", processes, "train.py"]
         set_here = ("run_dir", "resume", "outputs")
         kept = [word for word in self.overrides if word.split("=", 1)[0] not in set_here]
-        return shlex.join([*command, *kept, f"run_dir={run_dir}", "resume=true"])
+        return shlex.join([*command, *self.single_run_flags(), *kept, f"run_dir={run_dir}", "resume=true"])
+
+    def single_run_flags(self) -> tuple[str, ...]:
+        """What makes a command with this job's overrides one run of the same primary configuration."""
+        return (*self.config_flags, "hydra.mode=RUN") if self.config_flags else ()
 
     def groups(self) -> dict[str, str]:
         order = (
@@ -74,6 +95,19 @@ class Invocation:
             "experiment",
         )
         return {group: str(self.choices[group]) for group in order if self.choices.get(group)}
+
+
+def _as_typed(config: DictConfig) -> tuple[str, ...]:
+    """The overrides, with `${...}` in them as text: it belongs to the configuration, not to Hydra's own."""
+    return tuple(map(str, OmegaConf.to_container(config.overrides.task, resolve=False)))  # type: ignore[arg-type]
+
+
+def _config_flags(config: DictConfig) -> tuple[str, ...]:
+    """`-cd DIR -cn NAME` as given on the command line, the directory absolute."""
+    given = [source.path for source in config.runtime.config_sources if source.provider == "command-line"]
+    directory = ("-cd", str(given[0])) if given else ()
+    name = config.job.config_name
+    return (*directory, "-cn", str(name)) if name not in (None, *_ENTRIES) else directory
 
 
 def absolute_model(model: ModelConfig, invocation: Invocation) -> ModelConfig:
@@ -99,12 +133,13 @@ def default_store(model: ModelConfig, data: DataConfig, invocation: Invocation) 
 def named(cfg: TrainRoot, invocation: Invocation) -> TrainRoot:
     """Fill the default store, run name and run directory; every path becomes absolute."""
     run_name = cfg.run_name or names.run_name(cfg, invocation.overrides)
+    folder = names.safe_name(run_name)
     if cfg.run_dir:
         run_dir = invocation.path(cfg.run_dir)
     elif invocation.sweep_dir is not None:
-        run_dir = invocation.sweep_dir / f"{invocation.job_num:02d}-{run_name}"
+        run_dir = invocation.sweep_dir / f"{invocation.job_num:02d}-{folder}"
     else:
-        run_dir = invocation.path(cfg.outputs) / run_name / run_stamp()
+        run_dir = invocation.path(cfg.outputs) / folder / run_stamp()
     store = invocation.path(cfg.store) if cfg.store else default_store(cfg.model, cfg.data, invocation)
     acceptance = dataclasses.replace(
         cfg.train.acceptance, prompts=invocation.text(cfg.train.acceptance.prompts)

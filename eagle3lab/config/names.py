@@ -7,16 +7,23 @@ import re
 from collections.abc import Mapping, Sequence
 
 from .loss_text import loss_label
-from .schema import NoiseConfig, NoiseKind, TrainRoot
+from .noise import noise_label
+from .schema import TrainRoot
 
 MAX_LENGTH = 120
 # where or how long a run computes, not what: these never change a result's meaning
-_SILENT = ("hardware", "logger", "store", "outputs", "run_name", "run_dir", "resume", "plan", "hydra")
-
-
-def noise_label(noise: NoiseConfig) -> str:
-    """`none`, `uniform0.05`, `gaussian0.1`: from the values, not from the option's name."""
-    return "none" if noise.kind is NoiseKind.none else f"{noise.kind.value}{noise.scale:g}"
+_SILENT = (
+    "hardware",
+    "launcher",
+    "logger",
+    "store",
+    "outputs",
+    "run_name",
+    "run_dir",
+    "resume",
+    "plan",
+    "hydra",
+)
 
 
 def run_name(cfg: TrainRoot, overrides: Sequence[str]) -> str:
@@ -43,6 +50,11 @@ def run_name(cfg: TrainRoot, overrides: Sequence[str]) -> str:
     return safe_name("-".join(parts))
 
 
+def is_silent(override: str) -> bool:
+    """Whether an override changes only where or how fast something runs."""
+    return _group(override) in _SILENT
+
+
 def _group(override: str) -> str:
     return override.lstrip("+").partition("=")[0].partition(".")[0]
 
@@ -50,10 +62,14 @@ def _group(override: str) -> str:
 def honest_choices(choices: Mapping[str, str], overrides: Sequence[str], cfg: TrainRoot) -> dict[str, str]:
     """The options chosen, so that none claims what was overridden.
 
-    Noise and loss go by their values, others are marked `+changed`.
+    Noise and loss go by their values, others are marked `+changed`. An experiment changes the options of draft and
+    optimizer it builds on: they are marked with its name.
     """
     changed = {_group(override) for override in overrides if "." in override.partition("=")[0]}
     named = {group: f"{option}+changed" if group in changed else option for group, option in choices.items()}
+    recipe = choices.get("experiment")
+    if recipe:
+        named |= {group: f"{named[group]}+{recipe}" for group in ("draft", "optim") if group in named}
     labels = {"noise": noise_label(cfg.noise), "loss": loss_label(cfg.loss)}
     return named | {group: label for group, label in labels.items() if group in named}
 

@@ -31,7 +31,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class DraftSize:
-    """Parameters of the draft: `trainable`, and `frozen` (embedding, both heads, final norm)."""
+    """Parameters of the draft: `trainable`, and `frozen` (embedding, final norm, heads that are not trained)."""
 
     trainable: int
     frozen: int
@@ -48,8 +48,9 @@ def draft_size(draft: DraftConfig, shapes: Shapes, num_aux: int) -> DraftSize:
     first = 2 * h * (q + 2 * kv) + q * h + 3 * h * ffn + 3 * h  # attention reads [embedding; state]
     later = h * (q + 2 * kv) + q * h + 3 * h * ffn + 2 * h
     norms = h + (num_aux * h if draft.fc_norm or draft.norm_before_fc else 0)
-    trainable = num_aux * h * h + first + (draft.num_layers - 1) * later + norms
-    return DraftSize(trainable, shapes.vocab_size * h + 2 * vocab * h + h, vocab)
+    own_head = vocab * h if draft.train_head else 0
+    trainable = num_aux * h * h + first + (draft.num_layers - 1) * later + norms + own_head
+    return DraftSize(trainable, shapes.vocab_size * h + 2 * vocab * h + h - own_head, vocab)
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,9 @@ def _num_updates(train: TrainerConfig, store_tokens: int | None, tokens_per_upda
     if train.max_epochs is not None:
         if store_tokens is None:
             return min(limits) if limits else None
-        limits.append(train.max_epochs * max(1, round(store_tokens / 0.97 / tokens_per_update)))
+        limits.append(
+            train.max_epochs * max(1, round(store_tokens * train.data_share / 0.97 / tokens_per_update))
+        )
     return min(limits)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from .noise import NoiseConfig
 from .selection import AcceptanceConfig, EarlyStoppingConfig, SelectBy
 
 
@@ -79,15 +80,16 @@ class LastState(Enum):
     supervised = "supervised"  # where it can be a training target, see `store.last_states`
 
 
-class NoiseKind(Enum):
-    none = "none"
-    uniform = "uniform"
-    gaussian = "gaussian"
-
-
 class LayerType(Enum):
     llama = "llama"
     qwen3 = "qwen3"
+
+
+class HeadStart(Enum):
+    """What the draft's head is before training."""
+
+    verifier = "verifier"  # the rows of the verifier's head that the draft vocabulary names
+    random = "random"
 
 
 class LossKind(Enum):
@@ -236,14 +238,9 @@ class HardwareConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     num_loader_threads: int = 0  # readers of the store in each training process; 0: read when needed
     num_threads: int | None = None
-
-
-@dataclass
-class NoiseConfig:
-    """Noise on the aux hidden states while training. `scale`: half-width (uniform), sigma (gaussian)."""
-
-    kind: NoiseKind = NoiseKind.none
-    scale: float = 0.0
+    trials_per_node: int = (
+        1  # of a sweep, beside each other (launcher=joblib): each gets its share of the devices
+    )
 
 
 @dataclass
@@ -254,7 +251,10 @@ class DraftConfig:
     layer_type: LayerType = LayerType.llama
     num_layers: int = 1
     vocab_size: int | None = 32000  # at most; null, or a smaller verifier vocabulary: all of it
+    head: HeadStart = HeadStart.verifier
+    train_head: bool = False  # false: the head stays as it is
     aux_layer_ids: list[int] | None = None  # default: the model's; a subset of the store's
+    num_aux_layers: int | None = None  # so many of the model's ids, spread evenly; 1 takes the last
     intermediate_size: int | None = None  # default: the verifier's
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -303,6 +303,7 @@ class OptimConfig:
     lr_min_share: float = 0.0
     lr_warmup_updates: int | None = None
     lr_warmup_tokens: int | None = None
+    lr_warmup_share: float | None = None  # of the run's updates
 
 
 @dataclass
@@ -327,6 +328,8 @@ class TrainerConfig:
 
     seed: int = 0
     seq_len: int = 2048  # length of one pack
+    # of the training conversations, by their hash: a smaller share is in every larger one
+    data_share: float = 1.0
     tokens_per_update: int | None = None  # default: one pack on every device
     max_epochs: int | None = 1
     max_updates: int | None = None
@@ -421,6 +424,7 @@ class ExtractRoot:
     data: DataConfig = field(default_factory=DataConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     extract: ExtractorConfig = field(default_factory=ExtractorConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
     store: str | None = None
     plan: bool = False
 

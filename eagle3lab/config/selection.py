@@ -18,6 +18,20 @@ class SelectBy(Enum):
     real_acceptance = "real_acceptance"  # of the validations that decode, see AcceptanceConfig
 
 
+SIMULATED, REAL = "val/simulated_acceptance_length", "val/real_acceptance_length"
+# as a validation logs it, and in words
+FIGURES = {
+    SelectBy.loss: "val/loss",
+    SelectBy.simulated_acceptance: SIMULATED,
+    SelectBy.real_acceptance: REAL,
+}
+NAMES = {
+    SelectBy.loss: "validation loss",
+    SelectBy.simulated_acceptance: "simulated acceptance length",
+    SelectBy.real_acceptance: "real acceptance length",
+}
+
+
 @dataclass
 class EarlyStoppingConfig:
     """End the run when what `train.select_by` names has not become better for a while."""

@@ -54,3 +54,8 @@ def is_rank_zero() -> bool:
 def interactive_slurm() -> bool:
     """True in a shell that SLURM gave, where it starts no ranks."""
     return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+
+
+def is_requeued() -> bool:
+    """True in a job that SLURM started again by itself, in the same place and with the same command."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0") and not interactive_slurm()

@@ -17,6 +17,7 @@ from eagle3lab.data.legacy import StandardizeFn, standardize_data_v1
 from eagle3lab.data.noise import TransformTensors
 from eagle3lab.data.packing import Unweighted
 from eagle3lab.data.sample_files import SampleFiles
+from eagle3lab.data.share import in_share
 from eagle3lab.data.shift import LAST_KEPT, SCALES, STATES, Batch, shift_batch
 from eagle3lab.data.supervision import apply_supervision
 from eagle3lab.store import shards
@@ -48,14 +49,20 @@ class _Source(Protocol):
 
 
 class _StoreRows:
-    """The rows of one split of a store, with a subset of its aux layers."""
+    """The rows of one split of a store, or a share of them, with a subset of its aux layers."""
 
     def __init__(
-        self, reader: StoreReader, split: str | None, aux_layer_ids: Sequence[int] | None, raw: bool
+        self,
+        reader: StoreReader,
+        split: str | None,
+        aux_layer_ids: Sequence[int] | None,
+        raw: bool,
+        data_share: float,
     ) -> None:
         self.reader = reader
         self.raw = raw
-        self.indices = reader.indices(split) if split else list(range(len(reader)))
+        indices = reader.indices(split) if split else list(range(len(reader)))
+        self.indices = [i for i in indices if in_share(reader.rows[i].conversation_id, data_share)]
         self.lengths = [reader.rows[i].length for i in self.indices]
         self.columns: list[int] | None = None
         if aux_layer_ids is not None and tuple(aux_layer_ids) != reader.manifest.layer_ids:
@@ -93,7 +100,7 @@ class Eagle3SampleFileDataset(Dataset[Batch]):
     verifier_last_hidden_states_scales [L, 1] beside it, last states that the store does not hold left out (see
     `shift.LAST_KEPT`; they are zeros in items that are not raw): for a collate function that copies them and a
     reader that passes packs through `data.raw`. supervision: which predictions the loss mask marks, see
-    `apply_supervision`.
+    `apply_supervision`. data_share: of a store's conversations, see `in_share`.
 
     `datapath=` and `file_list=` are the names of speculators 0.3/0.4 for a directory and a list; with
     them hidden_states_dtype defaults to float32, as it did there.
@@ -111,6 +118,7 @@ class Eagle3SampleFileDataset(Dataset[Batch]):
         standardize_fn: StandardizeFn = standardize_data_v1,
         raw: bool = False,
         supervision: Supervision = Supervision.input_token,
+        data_share: float = 1.0,
         datapath: AnyPath | None = None,
         file_list: Sequence[AnyPath] | None = None,
     ) -> None:
@@ -125,7 +133,7 @@ class Eagle3SampleFileDataset(Dataset[Batch]):
         self.max_len = max_len
         self.hidden_states_dtype = hidden_states_dtype
         self.supervision = supervision
-        self._source = _open_source(given[0], split, aux_layer_ids, standardize_fn, raw)
+        self._source = _open_source(given[0], split, aux_layer_ids, standardize_fn, raw, data_share)
         self.lengths = [length - 1 for length in self._source.lengths]
         _check_lengths(self.lengths, max_len)
 
@@ -144,6 +152,12 @@ class Eagle3SampleFileDataset(Dataset[Batch]):
         before = [0, *mask[: ttt_steps - 1].cumsum(0).tolist()]
         before += before[-1:] * (ttt_steps - len(before))
         return tuple(total - int(count) for count in before)
+
+    def store_rows(self) -> list[int]:
+        """The place of every row in the store's own list. Raises ValueError for sample files."""
+        if not isinstance(self._source, _StoreRows):
+            raise ValueError("older sample files are in no store")
+        return list(self._source.indices)
 
     def check_row(self, i: int) -> None:
         """Read row i with every check there is. Raises IntegrityError when it is damaged."""
@@ -183,18 +197,21 @@ def _open_source(
     aux_layer_ids: Sequence[int] | None,
     standardize_fn: StandardizeFn,
     raw: bool,
+    data_share: float,
 ) -> _Source:
     if isinstance(given, StoreReader):
-        return _StoreRows(given, split, aux_layer_ids, raw)
+        return _StoreRows(given, split, aux_layer_ids, raw, data_share)
     if isinstance(given, str | PathLike):
         path = Path(given)
         if is_store(path) or not path.exists():
-            return _StoreRows(StoreReader(path), split, aux_layer_ids, raw)
+            return _StoreRows(StoreReader(path), split, aux_layer_ids, raw, data_share)
         files = SampleFiles(path, standardize_fn)
     else:
         files = SampleFiles([Path(file) for file in given], standardize_fn)
     if split is not None:
         raise ValueError("older sample files carry no split: divide them with split_files")
+    if data_share != 1:
+        raise ValueError("older sample files name no conversations: pass a share of the files")
     if aux_layer_ids is not None and len(files.files) and len(aux_layer_ids) != files.num_aux_states:
         raise UserError(
             Problem(

@@ -98,7 +98,11 @@ def _train(cfg: TrainRoot, hardware: HardwareConfig, work: Path, made: dict[str,
         name: tensor.detach().clone() for name, tensor in draft.named_parameters() if tensor.requires_grad
     }
     data = Eagle3DataModule(
-        store, seq_len=cfg.train.seq_len, aux_layer_ids=ids, supervision=cfg.loss.supervision
+        store,
+        seq_len=cfg.train.seq_len,
+        aux_layer_ids=ids,
+        supervision=cfg.loss.supervision,
+        noise=cfg.noise,
     )
     module = build_module(
         draft,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle3lab.config.errors import Problem, UserError, raise_all
-from eagle3lab.config.schema import DraftConfig, LossConfig, LossKind
+from eagle3lab.config.schema import DraftConfig, HeadStart, LossConfig, LossKind
 from eagle3lab.draft.layer_config import layer_config
 from eagle3lab.draft.losses import TokenLoss
 from eagle3lab.draft.vocabulary import DraftVocabulary
@@ -135,10 +135,11 @@ def build_draft(
     attention: str,
     seed: int,
 ) -> Eagle3DraftModel:
-    """An untrained fp32 draft on the CPU, with the verifier's embedding, head rows and norm frozen in it.
+    """An untrained fp32 draft on the CPU, with the verifier's embedding and norm frozen in it.
 
-    Trainable matrices are N(0, 0.02) drawn from `seed` alone, in the model's own order: the same for any
-    draft vocabulary. `attention`: flex | sdpa | eager. The global RNG is left as it was.
+    Its head: rows of the verifier's or random, frozen or trained, as `cfg` says. Trainable matrices are N(0, 0.02)
+    drawn from `seed` alone, in the model's own order and a random head last: all others are the same for any
+    draft vocabulary and any head. `attention`: flex | sdpa | eager. The global RNG is left as it was.
     Raises UserError for impossible sizes or layer ids, and for an unsupported speculators.
     """
     api = _checked_api()
@@ -164,9 +165,12 @@ def build_draft(
         ),
     )
     model = _construct(config, attention)
-    _draw_trainable(model, config.transformer_layer_config.initializer_range, seed)
+    _draw_trainable(model, config.transformer_layer_config.initializer_range, seed, cfg.head)
     model.load_vocab_mappings(vocabulary.t2d, vocabulary.d2t)
-    _fill_embedding_and_head(model, edge, vocabulary)
+    _fill_embedding(model, edge)
+    if cfg.head is HeadStart.verifier:
+        _fill_head(model, edge, vocabulary)
+    model.lm_head.weight.requires_grad_(cfg.train_head)
     fill_verifier_target(model, edge, vocabulary)
     assert_finite(model)
     return model
@@ -185,18 +189,24 @@ def _construct(config: Any, attention: str) -> Eagle3DraftModel:
 
 
 @torch.no_grad()
-def _draw_trainable(model: nn.Module, std: float, seed: int) -> None:
+def _draw_trainable(model: Any, std: float, seed: int, head: HeadStart) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.ndim > 1:
             parameter.normal_(0.0, std, generator=generator)
+    if head is HeadStart.random:
+        model.lm_head.weight.normal_(0.0, std, generator=generator)
 
 
 @torch.no_grad()
-def _fill_embedding_and_head(model: Any, edge: EdgeWeights, vocabulary: DraftVocabulary) -> None:
+def _fill_embedding(model: Any, edge: EdgeWeights) -> None:
     assert edge.embedding is not None
-    assert edge.head is not None
     _copy(model.embed_tokens.weight, edge.embedding)
+
+
+@torch.no_grad()
+def _fill_head(model: Any, edge: EdgeWeights, vocabulary: DraftVocabulary) -> None:
+    assert edge.head is not None
     _copy(model.lm_head.weight, edge.head[vocabulary.t2d.to(edge.head.device)])
 
 

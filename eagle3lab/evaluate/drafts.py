@@ -32,7 +32,10 @@ def other_template_args(draft: Path, model: ModelConfig) -> str | None:
 
 
 def untrained_copy(trained: Any, seed: int) -> Any:
-    """The same draft before training: matrices drawn as `build_draft` draws them, norms one."""
+    """The same draft before training: matrices drawn as `build_draft` draws them, norms one.
+
+    Its head has the verifier's rows, also where a trained one began with random weights.
+    """
     fresh = copy.deepcopy(trained)
     std = fresh.config.transformer_layer_config.initializer_range
     generator = torch.Generator().manual_seed(seed)
@@ -45,6 +48,7 @@ def untrained_copy(trained: Any, seed: int) -> Any:
                 parameter.copy_(drawn)
             else:
                 parameter.fill_(1.0)
+        fresh.lm_head.weight.copy_(fresh.verifier_lm_head.weight)
     return fresh
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from eagle3lab.config.schema import WandbConfig
+from eagle3lab.config.selection import SIMULATED
 
 from .run_dir import SUMMARY, read_json
 from .tracking import build_wandb
 
-SIMULATED = "val/simulated_acceptance_length"
 STEP = "val/acceptance_step"
 TABLE = "evaluation"
 PLOT = "acceptance"

@@ -56,7 +56,7 @@ def plot_curves(metrics: Path, target: Path, title: str) -> None:
         if axis.get_lines():
             axis.legend(fontsize=8)
     figure.suptitle(title)
-    _save(figure, target)
+    save_figure(figure, target)
     plt.close(figure)
 
 
@@ -102,10 +102,10 @@ def plot_intervals(
     for axis, (xlabel, _) in zip(axes[-1], columns, strict=True):
         axis.set_xlabel(xlabel, fontsize=8)
     figure.supxlabel("\n".join(lines), fontsize=7)
-    _save(figure, target)
+    save_figure(figure, target)
 
 
-def _save(figure: Any, target: Path) -> None:
+def save_figure(figure: Any, target: Path) -> None:
     """At once or not at all; the same figure is the same bytes."""
     write_atomically(
         target,

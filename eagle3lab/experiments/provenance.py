@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
@@ -37,8 +38,29 @@ def collect(
         "git": git_state(Path(__file__).resolve().parent),
         "python": platform.python_version(),
         "platform": f"{platform.system()}-{platform.machine()}",
+        "hardware": devices(),
         "versions": package_versions(),
     }
+
+
+def devices() -> dict[str, Any]:
+    """The processor, and the CUDA devices where torch is loaded already: this never loads it."""
+    found: dict[str, Any] = {"cpu": _processor(), "num_cpus": os.cpu_count()}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        found["cuda"] = [torch.cuda.get_device_properties(i).name for i in range(count)]
+    return found
+
+
+def _processor() -> str:
+    """Its name as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def package_versions() -> dict[str, str]:

@@ -45,7 +45,7 @@ def read_run_config(run_dir: Path) -> RunConfig | None:
         raise IntegrityError(Problem(f"cannot read {run_dir / CONFIG}", str(error))) from error
     if not isinstance(content, dict):
         raise IntegrityError(Problem(f"{run_dir / CONFIG} holds no configuration"))
-    flat = {key: value for key, value in flatten(content).items() if not _is_place(key)}
+    flat = {key: value for key, value in flatten(content).items() if not is_place(key)}
     seeds = {key: value for key, value in flat.items() if is_seed(key)}
     values = {key: value for key, value in flat.items() if key not in seeds}
     identity = dict(values)
@@ -118,7 +118,8 @@ def repeated_seeds(runs: Sequence[RunConfig | None]) -> tuple[int, int] | None:
     return None
 
 
-def _is_place(key: str) -> bool:
+def is_place(key: str) -> bool:
+    """Whether a nested key only says where a run is kept and watched."""
     return _within(key, _PLACES)
 
 

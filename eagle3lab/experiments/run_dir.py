@@ -14,6 +14,8 @@ from eagle3lab.store.files import write_text
 CONFIG = "config.yaml"
 PROVENANCE = "provenance.json"
 SUMMARY = "summary.json"
+SWEEP_INDEX = "sweep.json"  # of a directory of run directories, see `sweep_files`
+FINISHED, FAILED = "finished", "failed"  # what became of a run or a trial
 
 
 def claim(run_dir: Path, *, resume: bool) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from eagle3lab.config.errors import UserError
 from eagle3lab.config.invocation import Invocation, default_store
 from eagle3lab.config.schema import ExtractorConfig, TrainRoot
 from eagle3lab.config.stamp import is_rank_zero
+from eagle3lab.engines.devices import resolve_hardware
 from eagle3lab.store.manifest import is_complete
 from eagle3lab.store.reader import StoreReader
 
@@ -38,6 +40,22 @@ def open_store(cfg: TrainRoot, invocation: Invocation) -> StoreReader:
             _wait_for(lambda: is_complete(path), ON_DEMAND_SECONDS, f"rank 0 to finish the store {path}")
     suffix = "" if default else f" store={path}"
     return StoreReader(path, extract_command=f"{command.strip()}{suffix}")
+
+
+def prepare_stores(trials: Sequence[tuple[TrainRoot, Invocation]]) -> None:
+    """Have every store that a sweep's trials read ready before the first begins, each opened once.
+
+    Raises UserError where one is missing and is not made on the spot.
+    """
+    seen = set()
+    for cfg, invocation in trials:
+        if cfg.store not in seen:
+            seen.add(cfg.store)
+            if not is_complete(
+                Path(str(cfg.store))
+            ):  # asking for devices starts CUDA, which none else needs here
+                cfg = dataclasses.replace(cfg, hardware=resolve_hardware(cfg.hardware, require=False))
+            open_store(cfg, invocation)
 
 
 def _wait_for(done: Callable[[], bool], seconds: float, what: str) -> None:

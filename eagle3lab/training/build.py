@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from eagle3lab.config.noise import NoiseConfig
 from eagle3lab.config.schema import (
     Accelerator,
     Attention,
     DraftConfig,
     HardwareConfig,
     LossConfig,
-    NoiseConfig,
     OptimConfig,
     Precision,
     TrainingStep,
@@ -67,6 +67,7 @@ def build_module(
     bf16 where that is exact.
     """
     assert edge.head is not None
+    assert data.noise == noise, "the data module was made for another noise"
     assert data.supervision is loss.supervision, "the data module was made for another loss.supervision"
     low = hardware.precision is Precision.bf16
     on_cuda = hardware.accelerator is Accelerator.cuda
@@ -89,7 +90,7 @@ def build_module(
         vocabulary=vocabulary,
         edge=EdgeWeights(None, head, edge.norm),
         rms_norm_eps=rms_norm_eps,
-        noise=build_noise(noise),
+        noise=build_noise(noise, data.layer_rms.typical if data.layer_rms else None),
         seed=seed,
         compute_dtype=None if low else torch.float32,
         compiled=hardware.compile,

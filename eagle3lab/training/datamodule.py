@@ -6,14 +6,18 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule
+from torch import Tensor
 
 from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.config.flops import StepWork
+from eagle3lab.config.noise import NoiseConfig, NoiseKind
 from eagle3lab.config.schema import Supervision, TrainerConfig
 from eagle3lab.data.collate import create_collate_fn
 from eagle3lab.data.dataset import Eagle3SampleFileDataset
 from eagle3lab.data.domains import Domains
+from eagle3lab.data.layer_rms import LayerRms, measure_layer_rms, noise_ratios
 from eagle3lab.data.packing import PackBatchSampler
 from eagle3lab.data.shift import Batch
 from eagle3lab.store.reader import StoreReader
@@ -31,6 +35,8 @@ class Eagle3DataModule(LightningDataModule):
         aux_layer_ids: the draft's aux layers, a subset of the store's; None takes all.
         supervision: which predictions are trained on. Validation always measures those of `input_token`, so
             that its figures can be compared between rules.
+        data_share: of the training conversations, see `data.share`; validation has all rows.
+        noise: that a module with these data adds, to say how large it is beside the states.
         prepare, count_work: see `PackLoader`.
 
     `domains`: where the validation rows come from, see `Domains`.
@@ -45,6 +51,8 @@ class Eagle3DataModule(LightningDataModule):
         aux_layer_ids: Sequence[int] | None = None,
         num_threads: int = 0,
         supervision: Supervision = Supervision.input_token,
+        data_share: float = 1.0,
+        noise: NoiseConfig | None = None,
         prepare: Callable[[Batch], dict[str, Any]] | None = None,
         count_work: Callable[[Batch], StepWork] | None = None,
     ) -> None:
@@ -53,13 +61,25 @@ class Eagle3DataModule(LightningDataModule):
         self.seed = seed
         self.num_threads = num_threads
         self.train_data = Eagle3SampleFileDataset(
-            source, split="train", aux_layer_ids=aux_layer_ids, raw=True, supervision=supervision
+            source,
+            split="train",
+            aux_layer_ids=aux_layer_ids,
+            raw=True,
+            supervision=supervision,
+            data_share=data_share,
         )
         self.validation_data = Eagle3SampleFileDataset(
             source, split="validation", aux_layer_ids=aux_layer_ids, raw=True
         )
         self.domains = Domains.of([source.rows[i].source for i in source.indices("validation")])
         self.supervision = supervision
+        self.data_share = data_share
+        self.noise = noise or NoiseConfig()
+        self.layer_rms: LayerRms | None = None  # of the draft's aux layers, where there is noise
+        if self.noise.kind is not NoiseKind.none:
+            ids = aux_layer_ids or source.manifest.layer_ids
+            self.layer_rms = measure_layer_rms(source, ids, data_share=data_share)
+        self._source = source
         self.prepare = prepare
         self.count_work = count_work
         self._plan: RunPlan | None = None
@@ -72,7 +92,8 @@ class Eagle3DataModule(LightningDataModule):
         Raises `UserError` when the store has no training rows or a row does not fit a pack.
         """
         if len(self.train_data) == 0:
-            raise UserError(Problem("the store has no training rows", fix="data.validation_share=0.05"))
+            fix = "data.validation_share=0.05" if self.data_share == 1 else "train.data_share=1"
+            raise UserError(Problem("the store has no training rows", fix=fix))
         sampler = PackBatchSampler(self.train_data.lengths, self.seq_len, seed=self.seed)
         self._plan = RunPlan(
             sampler.plan,
@@ -88,6 +109,28 @@ class Eagle3DataModule(LightningDataModule):
     def supervised_counts(self) -> Callable[[int, int], tuple[int, ...]]:
         """Per-step supervised tokens of a training row, remembered: every epoch asks for all of them."""
         return lru_cache(maxsize=1_000_000)(self.train_data.supervised_counts)
+
+    def token_counts(self) -> Tensor:
+        """How often each id is a supervised token of the training rows, `[vocab_size]` int64."""
+        if self.data_share == 1:
+            return self._source.token_counts()
+        counts = torch.zeros(self._source.manifest.verifier.vocab_size, dtype=torch.int64)
+        for row in self.train_data.store_rows():
+            ids, mask = self._source.read_tokens(row)
+            counts += torch.bincount(ids[mask.bool()], minlength=len(counts))
+        return counts
+
+    @property
+    def noise_ratios(self) -> dict[int, float]:
+        """RMS of the noise as a share of each aux layer's, by its id; empty without noise."""
+        if self.layer_rms is None:
+            return {}
+        return dict(zip(self.layer_rms.layer_ids, noise_ratios(self.noise, self.layer_rms), strict=True))
+
+    @property
+    def noise_figures(self) -> dict[str, float]:
+        """`noise_ratios` as `noise/ratio_layer{id}`, for the logs."""
+        return {f"noise/ratio_layer{layer}": ratio for layer, ratio in self.noise_ratios.items()}
 
     @property
     def num_validation_rows(self) -> int:

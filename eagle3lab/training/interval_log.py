@@ -129,6 +129,7 @@ class IntervalLog(Callback):
             "train/learning_rate": module.learning_rate(update - 1),
             **self.speed.interval(trained, loader),
             "speed/peak_memory_gib": peak_memory_gib(module.device),
+            **self._data.noise_figures,
         }
         self._flushed, self.train_seconds = (update, seconds), seconds
         self.last_train = self._log(trainer, module, figures)

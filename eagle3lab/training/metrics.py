@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from eagle3lab.config.selection import REAL, SIMULATED
 from eagle3lab.draft.ttt import TTTOutput
 
-SIMULATED, REAL = "val/simulated_acceptance_length", "val/real_acceptance_length"
 INTERVAL_NAMES = (
     "train/learning_rate",  # of the interval's last update
     "speed/tokens_per_second",  # real tokens, all ranks

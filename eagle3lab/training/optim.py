@@ -41,21 +41,28 @@ class LearningRate:
         return self.peak * (self.min_share + (1.0 - self.min_share) * left)
 
 
+def warmup_updates(optim: OptimConfig, plan: RunPlan) -> int:
+    """The warm-up of a run in updates, however it was given."""
+    if optim.lr_warmup_tokens:
+        return plan.updates_for_tokens(optim.lr_warmup_tokens)
+    if optim.lr_warmup_share:
+        return round(optim.lr_warmup_share * plan.num_updates)
+    return optim.lr_warmup_updates or 0
+
+
 def build_learning_rate(optim: OptimConfig, plan: RunPlan) -> LearningRate:
-    """The schedule over the run's known number of updates; a warm-up in tokens is turned into updates here.
+    """The schedule over the run's known number of updates; a warm-up in tokens or as a share is turned into updates here.
 
     Raises `UserError` when warm-up leaves no update with a rate above 0.
     """
-    warmup = optim.lr_warmup_updates or 0
-    if optim.lr_warmup_tokens:
-        warmup = plan.updates_for_tokens(optim.lr_warmup_tokens)
+    warmup = warmup_updates(optim, plan)
     if warmup > 0 and plan.num_updates == 1:
         raise UserError(
             Problem(
                 "the only update of this run has learning rate 0, the first of its warm-up",
                 f"{warmup} warm-up updates",
                 "a longer run, or no warm-up",
-                "optim.lr_warmup_updates=0 optim.lr_warmup_tokens=null",
+                "optim.lr_warmup_updates=0 optim.lr_warmup_tokens=null optim.lr_warmup_share=null",
             )
         )
     return LearningRate(optim.lr, plan.num_updates, warmup, optim.schedule, optim.lr_min_share)

@@ -51,6 +51,19 @@ def _started() -> tuple[str, int | None, int | None]:
     return "", None, None
 
 
+def ranks_text(hardware: HardwareConfig) -> str:
+    """How many processes train, who starts them, and what tells so."""
+    launcher, _, _ = _started()
+    count = num_replicas(hardware)
+    if launcher:
+        variables = "LOCAL_WORLD_SIZE" if launcher == "torchrun" else "SLURM_NTASKS"
+        return f"world size {count}, started by {launcher} ({variables} is set)"
+    why = "neither torchrun nor SLURM did"
+    if interactive_slurm():
+        why = f"SLURM_JOB_NAME={os.environ['SLURM_JOB_NAME']} is an interactive shell, which starts none"
+    return f"world size {count}, started by this command ({why})"
+
+
 def _number(variable: str) -> int | None:
     value = os.environ.get(variable, "")
     return int(value) if value.isdecimal() else None

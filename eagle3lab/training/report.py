@@ -6,39 +6,48 @@ import json
 from pathlib import Path
 
 from eagle3lab.config.loss_text import describe_loss
+from eagle3lab.config.noise import describe_noise
 from eagle3lab.config.plan import TrainPlan
-from eagle3lab.config.schema import NoiseKind, OptimConfig, OptimKind, TrainRoot, VerifierSource
+from eagle3lab.config.schema import HeadStart, OptimConfig, OptimKind, TrainRoot, VerifierSource
 from eagle3lab.data.domains import MAX_DOMAINS, Domains
 
 from .console import domain_lines, share_text, short
+from .datamodule import Eagle3DataModule
 from .metrics import REAL, SIMULATED, domains_of
+from .optim import warmup_updates
+from .replicas import ranks_text
 from .run_plan import RunPlan
 from .selection import NAMES, describe_outcome
 from .summary import TrainingSummary
 from .weight_average import weights_label
 
+_HEADS = {HeadStart.verifier: "the verifier's rows", HeadStart.random: "random weights"}
+
 
 def start_lines(
-    cfg: TrainRoot, plan: TrainPlan, updates: RunPlan, run_dir: Path, coverage: float, domains: Domains
+    cfg: TrainRoot, plan: TrainPlan, updates: RunPlan, run_dir: Path, coverage: float, data: Eagle3DataModule
 ) -> str:
-    """Derived numbers of the run, before step 1. `domains`: of the validation rows."""
+    """Derived numbers of the run, before step 1."""
     hardware, train = cfg.hardware, cfg.train
-    noise = "none" if cfg.noise.kind is NoiseKind.none else f"{cfg.noise.kind.value} {cfg.noise.scale:g}"
     warmup = (
         f"{cfg.optim.lr_warmup_tokens:,} tokens"
         if cfg.optim.lr_warmup_tokens
-        else f"{cfg.optim.lr_warmup_updates or 0} updates"
+        else f"{warmup_updates(cfg.optim, updates)} updates"
     )
     lines = [
         f"run {cfg.run_name}",
         f"  directory          {run_dir}",
-        f"  store              {cfg.store}: {updates.num_rows:,} training rows, {updates.rows_tokens:,} tokens",
-        f"  validation         {_validation_text(domains)}; selects by {NAMES[train.select_by]}",
+        f"  store              {cfg.store}: {updates.num_rows:,} training rows, {updates.rows_tokens:,} tokens"
+        + (f" (train.data_share {train.data_share:g})" if train.data_share != 1 else ""),
+        f"  validation         {_validation_text(data.domains)}; selects by {NAMES[train.select_by]}",
         f"  draft              {plan.size.trainable:,} trainable parameters, vocabulary {plan.size.vocab_size:,} "
-        f"(covers {coverage:.2%} of the supervised tokens), K={cfg.draft.ttt_steps}, noise {noise}",
+        f"(covers {coverage:.2%} of the supervised tokens), K={cfg.draft.ttt_steps}, "
+        f"head {'trained' if cfg.draft.train_head else 'frozen'} from {_HEADS[cfg.draft.head]}",
+        f"  noise              {_noise_text(data)}",
         f"  loss               {describe_loss(cfg.loss)}",
         f"  devices            {updates.num_replicas} x {hardware.device_name or hardware.accelerator.value}, "
         f"{hardware.precision.value}, attention {hardware.attention.value}",
+        f"  processes          {ranks_text(hardware)}",
         f"  updates            {updates.num_updates:,} of {train.seq_len * updates.num_replicas * updates.micro_batches:,} "
         f"token places each, {updates.num_tokens:,} tokens in all, {updates.num_epochs} epoch"
         f"{'s' if updates.num_epochs > 1 else ''}",
@@ -52,6 +61,15 @@ def start_lines(
             "optim.lr is never reached (optim.lr_warmup_updates=0)"
         )
     return "\n".join(lines)
+
+
+def _noise_text(data: Eagle3DataModule) -> str:
+    rms = data.layer_rms
+    if rms is None:
+        return describe_noise(data.noise)
+    shares = [f"{100 * ratio:.3g} % in layer {layer}" for layer, ratio in data.noise_ratios.items()]
+    sizes = ", ".join(f"{size:.3g}" for size in rms.typical)
+    return f"{describe_noise(data.noise)}: RMS {', '.join(shares)} of a typical token's state ({sizes})"
 
 
 def _validation_text(domains: Domains) -> str:

@@ -7,20 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eagle3lab.config.errors import Problem, UserError
-from eagle3lab.config.selection import EarlyStoppingConfig, SelectBy
-
-from .metrics import REAL, SIMULATED
-
-FIGURES = {
-    SelectBy.loss: "val/loss",
-    SelectBy.simulated_acceptance: SIMULATED,
-    SelectBy.real_acceptance: REAL,
-}
-NAMES = {
-    SelectBy.loss: "validation loss",
-    SelectBy.simulated_acceptance: "simulated acceptance length",
-    SelectBy.real_acceptance: "real acceptance length",
-}
+from eagle3lab.config.selection import FIGURES, NAMES, EarlyStoppingConfig, SelectBy
 
 
 class Selection:

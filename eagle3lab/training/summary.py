@@ -5,6 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+# where the run stood between what the devices could do and what held it back
+_ROOFLINE = (
+    "tokens_per_second",
+    "supervised_tokens_per_second",
+    "mfu",
+    "needed_tflops_per_device",
+    "data_wait_share",
+    "read_gb_per_second",
+    "peak_memory_gib",
+    "limited_by",
+    "train_seconds",
+)
+
 
 @dataclass(frozen=True)
 class TrainingSummary:
@@ -37,3 +50,11 @@ class TrainingSummary:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def for_tracker(self) -> dict[str, Any]:
+        """What a table of many runs shows: the exported validation's figures, how it was chosen, the roofline."""
+        return {
+            **(self.best_validation or self.last_validation),
+            "selection": self.selection,
+            "roofline": {name: getattr(self, name) for name in _ROOFLINE},
+        }

@@ -92,7 +92,10 @@ def fit(
 
     milestones, clock = Milestones.of(plan, train), TrainClock()
     selection = Selection(train.select_by, train.early_stopping)
-    columns = metric_names(module.ttt_steps, datamodule.domain_names, num_drafted)
+    columns = [
+        *metric_names(module.ttt_steps, datamodule.domain_names, num_drafted),
+        *datamodule.noise_figures,
+    ]
     csv_log = CsvLog(run_dir / METRICS_FILE, columns, keep_until=start)
     speed = Speedometer(plan.num_replicas, hardware.peak_tflops, needed_flops)
     log = IntervalLog(milestones, clock, print_line, speed, real)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from eagle3lab.config.schema import ModelConfig, Shapes
+from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.config.schema import DraftConfig, ModelConfig, Shapes
 
 from .checkpoint import tensor_index
 from .facts import read_facts
@@ -29,3 +30,27 @@ def shapes_of(model: ModelConfig) -> Shapes:
 
 def layer_ids_of(ids: list[int] | None, shapes: Shapes) -> tuple[int, ...]:
     return check_aux_layer_ids(ids, shapes.num_layers) if ids else default_aux_layer_ids(shapes.num_layers)
+
+
+def draft_layer_ids(draft: DraftConfig, model: ModelConfig, shapes: Shapes) -> tuple[int, ...]:
+    """The draft's aux layers: its own ids, or the model's, or as many of the model's as it asks for.
+
+    Those it asks for are spread evenly, the model's first and last included; a single one is the last, which is
+    nearest to the verifier's output. Raises `UserError` when the model has fewer.
+    """
+    ids = layer_ids_of(draft.aux_layer_ids or model.aux_layer_ids, shapes)
+    count = draft.num_aux_layers
+    if count is None or count == len(ids):
+        return ids
+    if count > len(ids):
+        raise UserError(
+            Problem(
+                "draft.num_aux_layers",
+                count,
+                f"at most the {len(ids)} aux layers of the model, {list(ids)}",
+                "draft.aux_layer_ids=[...] with ids that the store holds",
+            )
+        )
+    if count == 1:
+        return ids[-1:]
+    return tuple(ids[i * (len(ids) - 1) // (count - 1)] for i in range(count))

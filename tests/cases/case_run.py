@@ -15,19 +15,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from safetensors.torch import load_file
 from torch import Tensor
 
-from eagle3lab.config.schema import (
-    Accelerator,
-    Attention,
-    DraftConfig,
-    HardwareConfig,
-    LossConfig,
-    NoiseConfig,
-    NoiseKind,
-    OptimConfig,
-    Precision,
-    Schedule,
-    TrainerConfig,
-)
+from eagle3lab.config.noise import NoiseConfig, NoiseKind
+from eagle3lab.config.schema import (Accelerator, Attention, DraftConfig, HardwareConfig, LossConfig, OptimConfig, Precision, Schedule, TrainerConfig,)
 from eagle3lab.draft.speculators_model import build_draft
 from eagle3lab.draft.vocabulary import DraftVocabulary
 from eagle3lab.extract.pipeline import verifier_identity
@@ -89,7 +78,8 @@ class Run:
         draft = build_draft(
             DraftConfig(name="case"), facts, edge, vocabulary, (2, 4, 5), attention="sdpa", seed=0
         )
-        data = Eagle3DataModule(self.store, seq_len=train.seq_len, seed=train.seed)
+        added = NoiseConfig(NoiseKind.uniform if noise else NoiseKind.none, noise)
+        data = Eagle3DataModule(self.store, seq_len=train.seq_len, seed=train.seed, noise=added)
         plan = data.plan(
             train, num_replicas=self.num_ranks, micro_batches=micro_batches_per_update(train, self.num_ranks)
         )
@@ -101,7 +91,7 @@ class Run:
             ttt_steps=3,
             loss=LossConfig(),
             optim=optim,
-            noise=NoiseConfig(NoiseKind.uniform if noise else NoiseKind.none, noise),
+            noise=added,
             seed=train.seed,
             vocabulary=vocabulary,
             edge=edge,

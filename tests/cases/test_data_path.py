@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eagle3lab.config.errors import IntegrityError, UserError
-from eagle3lab.config.schema import NoiseConfig, NoiseKind
+from eagle3lab.config.noise import NoiseConfig, NoiseKind
 from eagle3lab.data import Eagle3SampleFileDataset, PackBatchSampler, build_noise
 from eagle3lab.data.legacy import load_sample_file
 

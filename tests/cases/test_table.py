@@ -22,6 +22,9 @@ WANTED = {
     "CKP": (1, 2, 3, 4, 5, 7),
     "VOC": (1, 2, 3, 5, 6, 7),
     "EXP": (1, 2, 4, 5),
+    "CFG": (1, 2, 3, 5, 6, 7, 8, 9, 10),
+    "LOG": (1, 2, 3),
+    "SLM": (1, 2),
 }
 NODE = re.compile(
     r"`(?:(?P<directory>[\w/]+)/)?(?P<file>test_\w+)::(?P<test>test_\w+)(?:\[(?P<ids>[\w-]+)\])?`"

@@ -207,7 +207,7 @@ def test_ckp_07_a_checkpoint_says_its_configuration_in_plain_data(
     ckp_01("run", "train.max_updates=1")
     content = torch.load(tmp_path / "run" / "checkpoints" / LAST, weights_only=True)
     about = content["eagle3lab_run"]
-    assert about["config"]["noise"] == {"kind": "uniform", "scale": 0.05}
+    assert about["config"]["noise"] == {"kind": "uniform", "scale": 0.05, "relative": False}
     assert "train.max_updates=1" in about["provenance"]["overrides"]
     json.dumps(about)
     assert Checkpoints.__name__ in str(list(content["callbacks"]))

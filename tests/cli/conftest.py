@@ -24,10 +24,11 @@ def run_command(tmp_path_factory: pytest.TempPathFactory) -> Run:
     ) -> subprocess.CompletedProcess[str]:
         words = [sys.executable, str(ROOT / command), *arguments]
         variables = {k: v for k, v in os.environ.items() if not k.startswith(("EAGLE3LAB_", "HYDRA_"))}
+        packages = os.pathsep.join(filter(None, (str(ROOT), variables.get("PYTHONPATH"))))
         done = subprocess.run(
             words,
             cwd=directory,
-            env={**variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment},
+            env={**variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": packages, **environment},
             capture_output=True,
             text=True,
             timeout=300,

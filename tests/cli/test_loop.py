@@ -13,6 +13,10 @@ import pytest
 import torch
 import yaml
 
+from eagle3lab.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def test_a_run_leaves_everything_that_is_needed_to_serve_and_to_repeat_it(trained: Path) -> None:
     assert {p.name for p in (trained / "draft").iterdir()} == {
@@ -22,7 +26,7 @@ def test_a_run_leaves_everything_that_is_needed_to_serve_and_to_repeat_it(traine
         "trained_on.keys",
     }
     config = yaml.safe_load((trained / "config.yaml").read_text())
-    assert config["noise"] == {"kind": "uniform", "scale": 0.05}
+    assert config["noise"] == {"kind": "uniform", "scale": 0.05, "relative": False}
     assert config["run_name"].startswith("tiny-demo-eagle3-uniform0.05")
     assert Path(config["store"]).is_absolute()
     provenance = json.loads((trained / "provenance.json").read_text())
@@ -189,3 +193,37 @@ def test_prompts_that_the_draft_was_trained_on_are_refused_whatever_their_templa
     assert "prompts.leave_out_trained_on=true" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (trained / "evaluation-jsonl").exists()
+
+
+def test_a_rerun_of_a_cpu_run_is_equal_to_the_bit(
+    trained: Path, workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)  # another directory than the run's: its paths are its own
+    for name, value in (("EAGLE3LAB_STAMP", "again"), ("OMP_NUM_THREADS", "1"), ("PYTHONPATH", str(ROOT))):
+        monkeypatch.setenv(name, value)
+    assert main(["rerun", str(trained)]) == 0
+    said = capsys.readouterr().out
+    again = tmp_path / "outputs" / f"rerun-{trained.name}" / "again"
+    assert "configuration  the same" in said
+    assert "environment    the same" in said
+    assert "rows, timings apart" in said
+    assert "weights        equal to the bit, sha256 " in said
+    files = [path / "draft" / "model.safetensors" for path in (trained, again)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    report = json.loads((again / "rerun.json").read_text())
+    assert (report["configuration"], report["environment"], report["metrics"]) == ({}, {}, {})
+    old, new = (json.loads((path / "provenance.json").read_text()) for path in (trained, again))
+    assert new["choices"].items() == {k: v for k, v in old["choices"].items() if v is not None}.items()
+    assert (again / "wandb_run_id").read_text() != (trained / "wandb_run_id").read_text()
+
+    # a store that is not there, and another one, are each one message before anything starts
+    moved = tmp_path / "moved"
+    shutil.copytree(trained, moved, ignore=shutil.ignore_patterns("checkpoints", "wandb"))
+    provenance = json.loads((moved / "provenance.json").read_text())
+    provenance["store"]["manifest_hash"] = "0" * 64
+    (moved / "provenance.json").write_text(json.dumps(provenance))
+    assert main(["rerun", str(moved), "--out", "new"]) == 2
+    assert "is another one than the run was trained on" in capsys.readouterr().err
+    assert main(["rerun", str(trained), "--store", "nowhere", "--out", "new"]) == 2
+    assert "the store of the run is missing or unfinished: 'nowhere'" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

@@ -1,55 +1,100 @@
-"""Every file of `conf/` composes, validates, and starts with the command that uses it (found by walking)."""
+"""Every file of `conf/` and `sweeps/` composes, validates, and starts with the command that uses it (by walking)."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
-import shlex
+from collections import Counter
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 
 from eagle3lab.config import compose
-from eagle3lab.config.check import CHECKS
 
-CONF = compose.config_directory()
-FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
+from .option_files import (
+    CONF,
+    CONF_FILES,
+    SWEEP_FILES,
+    SWEEPS,
+    check_jobs,
+    command_of,
+    entry_of,
+    jobs_of,
+    own_overrides,
+    problems_of,
+    typed,
+)
 
 
-def command_of(path: Path) -> list[str]:
-    """The words of the command in a file's first lines."""
-    lines = (CONF / path).read_text().splitlines()
-    command = next(line for line in lines[:2] if line.startswith("# ") and ".py" in line)
-    return shlex.split(command[2:])
-
-
-@pytest.mark.parametrize("path", FILES, ids=str)
+@pytest.mark.parametrize("path", CONF_FILES, ids=str)
 def test_the_command_at_the_top_of_a_file_composes_and_validates(path: Path) -> None:
-    words = command_of(path)
+    words = command_of(CONF / path)
     if words[0] == "torchrun":
         words = words[words.index("train.py") - 1 :]
-    entry = words[1].removesuffix(".py")
+    entry = entry_of(words)
     overrides = [
         w.replace("draft=DIR", "draft=conf").replace("outputs/NAME/STAMP/draft", "conf") for w in words[2:]
     ]
     overrides = compose.command_line(entry, overrides)
-    group = path.parent.name
-    if group:
-        assert any(re.match(rf"{group}(\.|=)", w) for w in overrides), "the command must use the file's group"
-    compose.register()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = hydra_compose(entry, overrides=[o for o in overrides if not o.startswith("-")])
-    typed, problems = compose.to_typed(cfg, compose.ROOTS[entry])
-    problems = [*problems, *(CHECKS[entry](typed) if typed is not None else [])]
-    assert [str(p) for p in problems if "is not a directory" not in str(p)] == []
+    group = path.parent.as_posix()
+    if group != ".":
+        used = [w for w in overrides if re.match(rf"{re.escape(group)}(\.|=)", w)]
+        assert used, "the command must use the file's group"
+    typed(entry, [o for o in overrides if not o.startswith("-")])
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in FILES if p.parent.name in ("model", "hardware", "draft", "data")], ids=str
+    "path", [p for p in CONF_FILES if p.parent.name in ("model", "hardware", "draft", "data")], ids=str
 )
 def test_an_option_says_its_own_name(path: Path) -> None:
     text = (CONF / path).read_text()
     name = re.search(r"^name: (\S+)", text, re.MULTILINE)
     assert name is not None
     assert name.group(1) in (path.stem, "???")
+
+
+@pytest.mark.parametrize("path", SWEEP_FILES, ids=str)
+def test_a_sweep_starts_with_its_question_and_every_one_of_its_jobs_validates(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = command_of(SWEEPS / path)
+    assert path.stem in words or any(path.name in word for word in words), "the command must use the file"
+    assert "?" in "".join((SWEEPS / path).read_text().splitlines()[:4]), "a sweep answers a question"
+    jobs = list(jobs_of(path))
+    primary = (path.stem, SWEEPS / path.parent) if "-cn" in words else ("train", CONF)
+    check_jobs(jobs, *primary)
+    assert jobs
+    assert len({tuple(job) for job in jobs}) == len(jobs)
+    with capsys.disabled():
+        print(f"sweeps/{path}: {len(jobs)} jobs checked")
+
+
+def test_options_of_different_groups_go_together(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every pair of options of two groups, and every experiment on every model and every hardware."""
+    checked = 0
+    sizes = Counter(path.parent.as_posix() for path in CONF_FILES)
+    parts: dict[str, list[object]] = {}  # of every group, in typed form; a group is the same for all commands
+    for entry, root in compose.ROOTS.items():
+        extra = ["draft_dir=conf"] if entry == "evaluate" else []
+        groups = sorted({f.name for f in dataclasses.fields(root)} & {p.parent.name for p in CONF_FILES})
+        for path in CONF_FILES:
+            group = path.parent.as_posix()
+            if group in groups and (group not in parts or len(parts[group]) < sizes[group]):
+                config = typed(entry, [*own_overrides(path), *extra])
+                parts.setdefault(group, []).append(getattr(config, group))
+        default = typed(entry, extra)
+        for one, other in combinations(groups, 2):
+            for a, b in product(parts[one], parts[other]):
+                combined = dataclasses.replace(default, **{one: a, other: b})
+                assert problems_of(combined, entry) == [], (a, b)
+                checked += 1
+    for path in (p for p in CONF_FILES if p.parent.as_posix() == "experiment"):
+        recipe = typed("train", [f"experiment={path.stem}"])
+        for model, hardware in product(parts["model"], parts["hardware"]):
+            combined = dataclasses.replace(recipe, model=model, hardware=hardware)
+            assert problems_of(combined, "train") == [], (path, model, hardware)
+            checked += 1
+    assert checked > 1000
+    with capsys.disabled():
+        print(f"conf/: {len(CONF_FILES)} files, {checked} combinations of options checked")

@@ -85,3 +85,11 @@ def test_fewer_supervised_tokens_need_less_and_pruning_never_more() -> None:
     head, pairs = 4096 * 32000, 1025 / 2
     expected = 4 * 3 * 4096**2 + 18 * layer + 14 * head + 12 * 4096 * (3 * pairs + 3)
     assert whole == pytest.approx(expected)
+
+
+def test_a_trained_head_needs_its_weight_gradient_too() -> None:
+    trained = replace(ONE, train_head=True)
+    more = needed_flops(trained, SHAPES, 3, WORK, pruned=True) - needed_flops(
+        ONE, SHAPES, 3, WORK, pruned=True
+    )
+    assert more == 2 * 40 * 3  # 2 h V for each guess in the loss

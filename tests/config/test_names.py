@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3lab.config.names import MAX_LENGTH, honest_choices, noise_label, run_name, safe_name
-from eagle3lab.config.schema import DataConfig, DraftConfig, ModelConfig, NoiseConfig, NoiseKind, TrainRoot
+from eagle3lab.config.noise import NoiseConfig, NoiseKind
+from eagle3lab.config.schema import DataConfig, DraftConfig, ModelConfig, TrainRoot
 
 
 def config(noise: NoiseConfig) -> TrainRoot:
@@ -40,6 +42,18 @@ def test_a_choice_whose_values_were_changed_does_not_pass_for_the_option() -> No
     assert shown == {"noise": "uniform0.3", "draft": "eagle3+changed", "loss": "kl"}
 
 
+def test_the_options_that_a_recipe_builds_on_carry_its_name() -> None:
+    chosen = {
+        "draft": "eagle3",
+        "optim": "adamw",
+        "model": "tiny",
+        "noise": "none",
+        "experiment": "specforge",
+    }
+    shown = honest_choices(chosen, ["experiment=specforge"], config(NoiseConfig()))
+    assert shown == {**chosen, "draft": "eagle3+specforge", "optim": "adamw+specforge"}
+
+
 @given(st.text(min_size=1, max_size=300))
 def test_a_name_is_always_one_safe_path_component(text: str) -> None:
     name = safe_name(text)
@@ -50,3 +64,17 @@ def test_a_name_is_always_one_safe_path_component(text: str) -> None:
 @given(st.text(min_size=1, max_size=40), st.text(min_size=1, max_size=40))
 def test_distinct_texts_get_distinct_names(a: str, b: str) -> None:
     assert a == b or safe_name(a) != safe_name(b)
+
+
+@pytest.mark.parametrize(
+    ("noise", "label"),
+    [
+        (NoiseConfig(), "none"),
+        (NoiseConfig(NoiseKind.gaussian, 0.1), "gaussian0.1"),
+        (NoiseConfig(NoiseKind.uniform, 0.3, relative=True), "uniform0.3rms"),
+        (NoiseConfig(NoiseKind.eagle, 0.2), "eagle0.2"),
+    ],
+)
+def test_a_name_tells_every_kind_of_noise_apart(noise: NoiseConfig, label: str) -> None:
+    assert noise_label(noise) == label
+    assert run_name(config(noise), ["noise=uniform0.05", "noise.scale=9"]) == f"tiny-demo-eagle3-{label}"

@@ -177,3 +177,24 @@ def test_a_store_tells_the_plan_its_size_its_supervised_share_and_its_bytes(tmp_
     assert reference.tokens_per_second is not None
     assert pruned.tokens_per_second > 2.5 * reference.tokens_per_second
     assert plan(None, TrainingStep.pruned).store_bytes_per_token == 4 * 4096 * 2 + 9
+
+
+def test_a_trained_head_is_counted_as_trained_and_a_share_of_the_data_makes_fewer_updates() -> None:
+    frozen, trained = (
+        draft_size(DraftConfig(name="eagle3", train_head=train), QWEN3_8B, num_aux=3)
+        for train in (False, True)
+    )
+    assert trained.trainable - frozen.trainable == frozen.frozen - trained.frozen == 32000 * 4096
+    updates = [
+        plan_training(
+            DraftConfig(name="eagle3"),
+            QWEN3_8B,
+            H200,
+            TrainerConfig(seq_len=8192, data_share=share),
+            num_aux=3,
+            num_devices_per_node=1,
+            store=StoreCounts(97 * 8192, 0.5, StoreDtype.bfloat16),
+        ).num_updates
+        for share in (1.0, 0.25)
+    ]
+    assert updates == [100, 25]

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from eagle3lab.config.errors import UserError
-from eagle3lab.config.schema import NoiseConfig, NoiseKind
+from eagle3lab.config.noise import NoiseConfig, NoiseKind
 from eagle3lab.data import AddGaussianNoise, AddUniformNoise, TransformTensors, build_noise
+from eagle3lab.data.noise import AddLengthScaledNoise
 
 
 def batch(length: int = 100, width: int = 1000, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -105,3 +106,59 @@ def test_a_configuration_builds_its_transform_or_none() -> None:
     assert isinstance(build_noise(NoiseConfig(NoiseKind.gaussian, 0.1)), AddGaussianNoise)
     assert build_noise(NoiseConfig()) is None
     assert build_noise(NoiseConfig(NoiseKind.uniform, 0.0)) is None
+
+
+def pack() -> dict[str, Any]:
+    """Rows of 7 and 3 tokens after the shift (8 and 4 before it), and 2 places of padding."""
+    return {
+        "hidden_states": torch.zeros(1, 12, 6),
+        "document_ids": torch.tensor([[0] * 7 + [1] * 3 + [-1] * 2]),
+        "lengths": torch.tensor([7, 3]),
+    }
+
+
+def test_eagle_noise_is_the_first_eagle_trainers_in_every_row_of_a_pack() -> None:
+    """(rand - 0.5) * std * 512 / T, with the T tokens that the row has before the shift, written out by hand."""
+    noise = AddLengthScaledNoise(0.2)(pack(), generator(3))["hidden_states"]
+    drawn = torch.rand(1, 12, 6, generator=generator(3))
+    for place, tokens in [*((p, 8) for p in range(7)), *((p, 4) for p in range(7, 10))]:
+        for column in range(6):
+            expected = (float(drawn[0, place, column]) - 0.5) * 0.2 * 512 / tokens
+            assert float(noise[0, place, column]) == pytest.approx(expected, rel=1e-6, abs=1e-7)
+
+
+def test_eagle_noise_of_a_row_alone_counts_its_own_tokens() -> None:
+    row = {"hidden_states": torch.zeros(256, 4)}
+    noise = AddLengthScaledNoise(0.2)(row, generator(3))["hidden_states"]
+    expected = (torch.rand(256, 4, generator=generator(3)) - 0.5) * 0.2 * 512 / 256
+    torch.testing.assert_close(noise, expected)
+
+
+@pytest.mark.parametrize("kind", [AddUniformNoise, AddGaussianNoise])
+def test_relative_noise_is_the_plain_noise_times_each_layers_rms(kind: type[TransformTensors]) -> None:
+    sizes = (0.5, 60.0, 0.0)
+    plain = kind(0.1)(batch(50, 30), generator())["hidden_states"]
+    relative = kind(0.1, layer_rms=sizes)(batch(50, 30), generator())["hidden_states"]
+    for layer, size in enumerate(sizes):
+        columns = slice(10 * layer, 10 * (layer + 1))
+        torch.testing.assert_close(relative[..., columns], plain[..., columns] * size)
+
+
+def test_layers_that_do_not_make_the_width_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 layers do not make a width of 10"):
+        AddUniformNoise(0.1, layer_rms=(1.0, 1.0, 1.0))(batch(4, 10), generator())
+    with pytest.raises(ValueError, match="must be finite"):
+        AddUniformNoise(0.1, layer_rms=(1.0, math.nan))
+
+
+def test_kinds_and_relative_noise_are_built_from_the_configuration() -> None:
+    eagle = build_noise(NoiseConfig(NoiseKind.eagle, 0.2))
+    assert isinstance(eagle, AddLengthScaledNoise)
+    relative = build_noise(NoiseConfig(NoiseKind.gaussian, 0.1, relative=True), (1.0, 2.0))
+    assert isinstance(relative, AddGaussianNoise)
+    assert relative.layer_rms == (1.0, 2.0)
+    plain = build_noise(NoiseConfig(NoiseKind.gaussian, 0.1), (1.0, 2.0))
+    assert plain is not None
+    assert plain.layer_rms is None
+    with pytest.raises(ValueError, match="needs the RMS"):
+        build_noise(NoiseConfig(NoiseKind.gaussian, 0.1, relative=True))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eagle3lab.config.errors import UserError
-from eagle3lab.config.schema import DraftConfig, LayerType
+from eagle3lab.config.schema import DraftConfig, HeadStart, LayerType
 from eagle3lab.draft.speculators_model import (
     build_draft,
     required_symbols,
@@ -163,3 +163,23 @@ def test_api_drift_names_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "resolve_loss_config is missing" in text
     assert "forward no longer takes document_ids" in text
     assert ">=0.9,<0.10, installed is 0.9" in text
+
+
+def test_a_random_head_is_drawn_last_so_that_nothing_else_depends_on_the_head(
+    facts: VerifierFacts, edge: EdgeWeights, vocabulary: DraftVocabulary
+) -> None:
+    torch.manual_seed(7)
+    before = torch.random.get_rng_state()
+    sliced, drawn, again = (
+        build(facts, edge, vocabulary, seed=3, head=head, train_head=train)
+        for head, train in ((HeadStart.verifier, False), (HeadStart.random, True), (HeadStart.random, False))
+    )
+    assert torch.equal(before, torch.random.get_rng_state())
+    for name, parameter in sliced.named_parameters():
+        same = torch.equal(parameter, drawn.get_parameter(name))
+        assert same is (name != "lm_head.weight"), name
+    assert torch.equal(drawn.lm_head.weight, again.lm_head.weight)
+    assert 0.018 < float(drawn.lm_head.weight.detach().std()) < 0.022
+    trained = [m.lm_head.weight.requires_grad for m in (sliced, drawn, again)]
+    assert trained == [False, True, False]
+    assert not drawn.verifier_lm_head.weight.requires_grad

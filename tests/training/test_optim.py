@@ -88,3 +88,8 @@ def test_only_the_trainable_part_of_a_draft_is_optimised(tiny: ModuleType, store
     (optimizer,) = module.configure_optimizers()
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for n, p in module.draft.named_parameters() if n in names}
+
+
+def test_a_warm_up_as_a_share_is_of_the_runs_updates() -> None:
+    assert build_learning_rate(OptimConfig(lr_warmup_share=0.25), plan_of(2, 20, 2, 1)).warmup_updates == 5
+    assert build_learning_rate(OptimConfig(lr_warmup_share=0.015), plan_of(1, 20, 1, 1)).warmup_updates == 0

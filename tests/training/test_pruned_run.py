@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from eagle3lab.config.noise import NoiseConfig
 from eagle3lab.config.schema import (
     Accelerator,
     Attention,
     DraftConfig,
     LossConfig,
     LossKind,
-    NoiseConfig,
     Normalisation,
     OptimConfig,
     Precision,

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 
+from eagle3lab.config.noise import NoiseConfig, NoiseKind
 from eagle3lab.config.schema import (
     Accelerator,
     Attention,
     DraftConfig,
     HardwareConfig,
     LossConfig,
-    NoiseConfig,
-    NoiseKind,
     OptimConfig,
     Schedule,
     Strategy,
@@ -144,23 +143,32 @@ def build(
     *,
     devices: int = 1,
     nodes: int = 1,
-    noise: float = 0.0,
+    noise: float | NoiseConfig = 0.0,
     threads: int = 0,
     optim: OptimConfig | None = None,
     scale: float = 4.0,
     loss: LossConfig | None = None,
     step: TrainingStep = TrainingStep.reference,
+    draft: DraftConfig | None = None,
 ) -> tuple[Eagle3Module, Eagle3DataModule]:
     """A fresh module and data module: the same draft every time."""
     replicas = num_replicas(hardware(devices, nodes=nodes))
     loss = loss or LossConfig(step_decay=0.8)
+    if not isinstance(noise, NoiseConfig):
+        noise = NoiseConfig(NoiseKind.uniform if noise else NoiseKind.none, noise)
     data = Eagle3DataModule(
-        store, seq_len=train.seq_len, seed=train.seed, num_threads=threads, supervision=loss.supervision
+        store,
+        seq_len=train.seq_len,
+        seed=train.seed,
+        num_threads=threads,
+        supervision=loss.supervision,
+        noise=noise,
+        data_share=train.data_share,
     )
     plan = data.plan(train, num_replicas=replicas, micro_batches=micro_batches_per_update(train, replicas))
     edge = edge_weights()
-    draft = build_draft(
-        DraftConfig(name="test", ttt_steps=TTT_STEPS),
+    model = build_draft(
+        draft or DraftConfig(name="test", ttt_steps=TTT_STEPS),
         FACTS,
         edge,
         VOCABULARY,
@@ -169,12 +177,11 @@ def build(
         seed=3,
     )
     with torch.no_grad():
-        for parameter in draft.parameters():
+        for parameter in model.parameters():
             if parameter.requires_grad and parameter.ndim > 1:
                 parameter.mul_(scale)
-    kind = NoiseKind.uniform if noise else NoiseKind.none
     module = Eagle3Module(
-        draft,
+        model,
         plan,
         supervised_counts=data.supervised_counts(),
         ttt_steps=TTT_STEPS,
@@ -186,7 +193,7 @@ def build(
         vocabulary=VOCABULARY,
         edge=edge,
         rms_norm_eps=FACTS.rms_norm_eps,
-        noise=build_noise(NoiseConfig(kind, noise)),
+        noise=build_noise(noise, data.layer_rms.typical if data.layer_rms else None),
         seed=train.seed,
     )
     return module, data

@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 
 from eagle3lab.config.errors import UserError
+from eagle3lab.config.schema import DraftConfig, ModelConfig, Shapes
 from eagle3lab.verifier.layer_ids import check_aux_layer_ids, default_aux_layer_ids
+from eagle3lab.verifier.shapes import draft_layer_ids
 
 
 @pytest.mark.parametrize(
@@ -53,3 +55,21 @@ def test_all_mistakes_come_together_and_name_the_setting_they_came_from() -> Non
         check_aux_layer_ids([9, 0], 8, override="draft.aux_layer_ids")
     assert len(error.value.problems) == 3
     assert "draft.aux_layer_ids=" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("count", "ids"),
+    [(None, (2, 9, 17, 25, 33)), (1, (33,)), (2, (2, 33)), (3, (2, 17, 33)), (4, (2, 9, 17, 33))],
+)
+def test_fewer_of_the_models_layers_are_spread_over_them(count: int | None, ids: tuple[int, ...]) -> None:
+    model = ModelConfig(name="m", aux_layer_ids=[2, 9, 17, 25, 33])
+    shapes = Shapes(8, 8, 36, 2, 1, 4, 10, 100)
+    assert draft_layer_ids(DraftConfig(name="d", num_aux_layers=count), model, shapes) == ids
+
+
+def test_own_ids_come_before_the_models_and_more_layers_than_there_are_is_refused() -> None:
+    model, shapes = ModelConfig(name="m"), Shapes(8, 8, 36, 2, 1, 4, 10, 100)
+    assert draft_layer_ids(DraftConfig(name="d"), model, shapes) == (2, 18, 33)
+    assert draft_layer_ids(DraftConfig(name="d", aux_layer_ids=[4, 5]), model, shapes) == (4, 5)
+    with pytest.raises(UserError, match=r"at most the 3 aux layers of the model, \[2, 18, 33\]"):
+        draft_layer_ids(DraftConfig(name="d", num_aux_layers=4), model, shapes)

@@ -1,0 +1,120 @@
+"""A command under Hydra: one message per mistake, one job or the trials of a sweep, and the exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from omegaconf import DictConfig
+
+from eagle3lab.config import compose
+from eagle3lab.config.check import CHECKS
+from eagle3lab.config.errors import StoppedBySignal, UserError, raise_all
+from eagle3lab.config.foreign_code import foreign_code
+from eagle3lab.config.help import help_text
+from eagle3lab.config.invocation import Invocation, named
+from eagle3lab.config.schema import TrainRoot
+from eagle3lab.config.stamp import is_rank_zero, is_requeued
+from eagle3lab.experiments import sweep_start
+from eagle3lab.experiments.sweep_start import SweepRefused
+
+_QUIET = "EAGLE3LAB_QUIET_ERRORS"
+
+
+def run_command(entry: str, run: Callable[[Any, Invocation], float | None]) -> None:
+    """Compose the command line of `entry`, check it, and run it, once or as a sweep; exits where it must.
+
+    Exit codes: 2 for a user's mistake, 1 for a sweep in which a trial failed, 143 for what a signal stopped.
+    `HYDRA_FULL_ERROR=1` shows tracebacks.
+    """
+    show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1" and _QUIET not in os.environ
+    if not show_traceback:  # makes Hydra raise instead of exiting with 1, so that the message is made here
+        os.environ["HYDRA_FULL_ERROR"] = os.environ[_QUIET] = "1"
+    compose.register()
+    sys.argv[1:] = compose.command_line(entry, sys.argv[1:])
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        try:
+            print(help_text(entry, sys.argv[1:], CHECKS[entry]))
+        except UserError as error:
+            _exit_with(error)
+        return
+
+    def task(cfg: DictConfig) -> float | None:
+        invocation = Invocation.current()
+
+        def configured() -> Any:
+            typed, problems = compose.to_typed(cfg, compose.ROOTS[entry])
+            raise_all([*problems, *(CHECKS[entry](typed) if typed is not None else [])])
+            if is_rank_zero() and (said := foreign_code(typed.model)):
+                print(said)
+            return typed
+
+        if invocation.sweep_dir is not None and not cfg.get("plan", False):
+            from eagle3lab.experiments.sweep_trial import run_trial
+
+            return run_trial(configured, run, invocation, _has_checkpoint)
+        try:
+            return run(_taken_up(configured(), invocation), invocation)
+        except UserError as error:
+            if show_traceback:
+                raise
+            _exit_with(error)
+
+    decorated: Callable[[], Any] = hydra.main(str(compose.config_directory()), entry, version_base="1.3")(
+        task
+    )
+    try:
+        decorated()
+    except SweepRefused as refused:
+        if show_traceback:
+            raise refused.error from refused
+        _exit_with(refused.error)
+    except UserError as error:
+        if show_traceback:
+            raise
+        _exit_with(error)
+    except Exception as error:
+        if show_traceback or not compose.is_composition_error(error):
+            raise
+        overrides = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
+        _exit_with(compose.explain(error, entry, overrides, CHECKS[entry]))
+    finally:
+        code = _end_of_sweep()
+    if code:
+        sys.exit(code)
+
+
+def _end_of_sweep() -> int:
+    """Report on the sweep that this process drove, if any, however it ended; returns its exit code."""
+    if sweep_start.begun is None:
+        return 0
+    from eagle3lab.experiments.sweep_end import end_sweep
+
+    return end_sweep(sweep_start.begun)
+
+
+def _taken_up(cfg: Any, invocation: Invocation) -> Any:
+    """`cfg`; of a job that SLURM requeued, as it goes on with what its first start left."""
+    if not is_requeued() or not isinstance(cfg, TrainRoot):
+        return cfg
+    from eagle3lab.experiments.sweep_trial import taken_up
+
+    cfg = named(cfg, invocation)
+    return taken_up(cfg, Path(str(cfg.run_dir)), _has_checkpoint, is_rank_zero())
+
+
+def _has_checkpoint(run_dir: Path) -> bool:
+    from eagle3lab.training.checkpoint_files import LAST, PREVIOUS
+    from eagle3lab.training.trainer import CHECKPOINTS
+
+    return any((run_dir / CHECKPOINTS / name).is_file() for name in (LAST, PREVIOUS))
+
+
+def _exit_with(error: UserError) -> NoReturn:
+    if not isinstance(error, StoppedBySignal) or is_rank_zero():
+        print(f"error: {error.render()}", file=sys.stderr)
+    sys.exit(error.exit_code)
