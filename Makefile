@@ -36,7 +36,7 @@ demo: $(READY)  ## extract, train and evaluate the embedded verifier; ends in a 
 	@echo "set-up of the environment took $$(cat $(VENV)/setup_seconds) s (once)"
 
 test: $(TEST_READY) $(LAUNCHERS_READY) lint  ## lint, types, tests
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)  ## ruff and mypy
 	$(PY) -m ruff check .
