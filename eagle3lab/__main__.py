@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 from eagle3lab.config.errors import EXIT_USER_ERROR, UserError
+
+EXIT_BROKEN_PIPE = 141  # as a shell tells of SIGPIPE
 
 # name -> (module, function taking the words after the name, what it is for)
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -35,7 +38,12 @@ def main(argv: Sequence[str]) -> int:
     chosen = parser.parse_args(list(argv))
     module, function, _ = COMMANDS[chosen.command]
     try:
-        return int(getattr(importlib.import_module(module), function)(chosen.arguments) or 0)
+        code = int(getattr(importlib.import_module(module), function)(chosen.arguments) or 0)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads has seen enough, as `| head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        return EXIT_BROKEN_PIPE
     except UserError as error:
         print(f"error: {error.render()}", file=sys.stderr)
         return EXIT_USER_ERROR

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -86,6 +87,15 @@ def test_inspect_says_what_is_inside_without_torch(store: Path) -> None:
     code = "import sys; from eagle3lab.__main__ import main; main(['store', 'inspect', sys.argv[1]]); "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, str(store)], cwd=ROOT, check=False).returncode == 0
+
+
+def test_a_reader_that_has_seen_enough_ends_the_command_quietly(store: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-m", "eagle3lab", "store", "inspect", str(store)]
+    done = subprocess.run(words, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_store_of_supervised_last_states_says_so_and_verifies(
