@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import tempfile
+from functools import partial
 from pathlib import Path
 
 from eagle3lab.evaluate.comparison import ALL, Comparison, rows, verdicts
-from eagle3lab.evaluate.comparison_report import write_csv
-from eagle3lab.experiments.html_page import Block, HtmlTable, write_page
+from eagle3lab.experiments.comparison_files import write_comparison
+from eagle3lab.experiments.html_page import Block, HtmlTable
 from eagle3lab.experiments.plots import plot_intervals
-
-CSV, PLOT = "comparison.csv", "comparison.png"
 
 
 def write_files(comparison: Comparison, out: Path | None, html: Path | None) -> list[Path]:
     """CSV and plot into `out`, the page where `html` says; what is None is not written. Returns what was."""
-    written = []
-    if out:
-        out.mkdir(parents=True, exist_ok=True)
-        write_csv(comparison, out / CSV)
-        _plot(comparison, out / PLOT)
-        written += [out / CSV, out / PLOT]
-    if html:
-        with tempfile.TemporaryDirectory() as scratch:
-            _plot(comparison, Path(scratch) / PLOT)
-            write_page(html, "Drafts compared", _blocks(comparison, Path(scratch) / PLOT))
-        written.append(html)
-    return written
+    return write_comparison(
+        "Drafts compared",
+        list(rows(comparison.variants, comparison.sections)),
+        partial(_plot, comparison),
+        partial(_blocks, comparison),
+        out=out,
+        html=html,
+    )
 
 
 def _blocks(comparison: Comparison, plot: Path) -> list[Block]:

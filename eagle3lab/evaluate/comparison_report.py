@@ -1,13 +1,10 @@
-"""A comparison for people and for other programs: tables on the terminal, a CSV."""
+"""A comparison for people and for other programs: tables on the terminal, JSON."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -24,7 +21,6 @@ from eagle3lab.evaluate.comparison import (
     verdicts,
 )
 from eagle3lab.evaluate.paired import Difference, Estimate
-from eagle3lab.store.files import write_text
 
 FORMAT = "eagle3lab-comparison"
 FORMAT_VERSION = 1
@@ -122,16 +118,6 @@ def differences_table(comparison: Comparison) -> Table:
     for key, values in comparison.differing.items():
         table.add_row(key, *(_plain(values[i]) for i in comparison.order))
     return table
-
-
-def write_csv(comparison: Comparison, path: Path) -> None:
-    """Every row of the comparison; an empty cell where nothing was measured."""
-    found = list(rows(comparison.variants, comparison.sections))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(found[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(found)
-    write_text(path, text.getvalue())
 
 
 def _cells(d: Difference | None) -> tuple[str, str, str]:

@@ -12,11 +12,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from eagle3lab.config.compose import group_options
-from eagle3lab.config.errors import IntegrityError, Problem, UserError, raise_all
+from eagle3lab.config.errors import Problem, UserError, raise_all
 from eagle3lab.store.files import sha256_of, write_text
 from eagle3lab.store.manifest import is_complete, read_manifest
 
-from .run_config import flatten, is_place
+from .run_config import flatten, is_place, read_content
 from .run_dir import CONFIG, PROVENANCE, SUMMARY, read_json
 from .run_results import METRICS
 
@@ -43,7 +43,7 @@ def require_repeatable(run_dir: Path, store: Path | None = None) -> Path:
     if missing:
         what = "no finished training run to repeat: it lacks " + ", ".join(missing)
         raise UserError(Problem(what, str(run_dir), "a run directory of train.py"))
-    config, recorded = _content(run_dir), read_json(run_dir / PROVENANCE)["store"]
+    config, recorded = read_content(run_dir), read_json(run_dir / PROVENANCE)["store"]
     problems = []
     if (nodes := config["hardware"]["num_nodes"]) > 1:
         problems.append(
@@ -78,7 +78,7 @@ def write_primary(run_dir: Path, new_run_dir: Path, store: Path) -> list[str]:
 
     Its groups are named too, so that the new run knows them; every value is that of the stored file.
     """
-    content, provenance = _content(run_dir), read_json(run_dir / PROVENANCE)
+    content, provenance = read_content(run_dir), read_json(run_dir / PROVENANCE)
     content |= {"run_dir": str(new_run_dir.resolve()), "store": str(store.resolve())}
     content |= {"resume": False, "plan": False}
     groups = {g: o for g, o in provenance["choices"].items() if o and "/" not in g and o in group_options(g)}
@@ -110,7 +110,7 @@ def write_primary(run_dir: Path, new_run_dir: Path, store: Path) -> list[str]:
 
 def differing_configuration(run_dir: Path, new_run_dir: Path) -> dict[str, tuple[Any, Any]]:
     """Nested key -> its value before and now; a store may have been moved, other places are not compared."""
-    return _differing(*(_what(flatten(_content(d))) for d in (run_dir, new_run_dir)))
+    return _differing(*(_what(flatten(read_content(d))) for d in (run_dir, new_run_dir)))
 
 
 def differing_environment(run_dir: Path, new_run_dir: Path) -> dict[str, tuple[Any, Any]]:
@@ -139,16 +139,6 @@ def differing_metrics(run_dir: Path, new_run_dir: Path) -> tuple[int, dict[str, 
 def weights_sha256(run_dir: Path) -> str:
     """Of the exported draft."""
     return sha256_of(run_dir / WEIGHTS)
-
-
-def _content(run_dir: Path) -> dict[str, Any]:
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG), resolve=False)
-    except Exception as error:  # YAML and omegaconf have no common base
-        raise IntegrityError(Problem(f"cannot read {run_dir / CONFIG}", str(error))) from error
-    if not isinstance(content, dict):
-        raise IntegrityError(Problem(f"{run_dir / CONFIG} holds no configuration"))
-    return {str(key): value for key, value in content.items()}
 
 
 def _escaped(value: Any) -> Any:

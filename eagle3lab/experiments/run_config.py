@@ -39,13 +39,7 @@ def read_run_config(run_dir: Path) -> RunConfig | None:
     """
     if not (run_dir / CONFIG).is_file():
         return None
-    try:
-        content = OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG), resolve=False)
-    except Exception as error:  # YAML and omegaconf have no common base
-        raise IntegrityError(Problem(f"cannot read {run_dir / CONFIG}", str(error))) from error
-    if not isinstance(content, dict):
-        raise IntegrityError(Problem(f"{run_dir / CONFIG} holds no configuration"))
-    flat = {key: value for key, value in flatten(content).items() if not is_place(key)}
+    flat = {key: value for key, value in flatten(read_content(run_dir)).items() if not is_place(key)}
     seeds = {key: value for key, value in flat.items() if is_seed(key)}
     values = {key: value for key, value in flat.items() if key not in seeds}
     identity = dict(values)
@@ -58,6 +52,20 @@ def read_run_config(run_dir: Path) -> RunConfig | None:
         if content_hash := (provenance.get("store") or {}).get("manifest_hash"):
             identity[STORE] = content_hash
     return RunConfig(values, seeds, identity)
+
+
+def read_content(run_dir: Path) -> dict[str, Any]:
+    """The resolved configuration, nested, text that looks like an interpolation as it is.
+
+    Raises IntegrityError when it is unreadable.
+    """
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG), resolve=False)
+    except Exception as error:  # YAML and omegaconf have no common base
+        raise IntegrityError(Problem(f"cannot read {run_dir / CONFIG}", str(error))) from error
+    if not isinstance(content, dict):
+        raise IntegrityError(Problem(f"{run_dir / CONFIG} holds no configuration"))
+    return {str(key): value for key, value in content.items()}
 
 
 def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import tempfile
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +14,15 @@ from rich.console import Console
 from rich.table import Table
 
 from eagle3lab.config.selection import FIGURES, SelectBy
-from eagle3lab.store.files import write_text
 
 from .compare_runs import RunComparison, RunVariant
-from .html_page import Block, HtmlTable, write_page
+from .comparison_files import write_comparison
+from .html_page import Block, HtmlTable
 from .run_results import SPEED
 from .runs_plot import plot_runs
 from .seed_intervals import SeedMean
 
 FORMAT, FORMAT_VERSION = "eagle3lab-run-comparison", 1
-CSV, PLOT = "comparison.csv", "comparison.png"
 MAX_ON_TERMINAL = 8  # variants of which the configuration is printed
 _COLUMNS = ("variant", "runs", "95 %", "difference", "95 % ", "val loss", "tokens/s", "peak GiB", "data wait",
             "limited by")  # fmt: skip
@@ -151,23 +148,14 @@ def runs_json(comparison: RunComparison) -> str:
 
 def write_runs(comparison: RunComparison, *, out: Path | None, html: Path | None = None) -> list[Path]:
     """CSV and plot into `out`, the page where `html` says; what is None is not written. Returns what was."""
-    written = []
-    if out:
-        out.mkdir(parents=True, exist_ok=True)
-        rows = list(run_rows(comparison))
-        text = io.StringIO()
-        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        write_text(out / CSV, text.getvalue())
-        plot_runs(comparison, out / PLOT)
-        written += [out / CSV, out / PLOT]
-    if html:
-        with tempfile.TemporaryDirectory() as scratch:
-            plot_runs(comparison, Path(scratch) / PLOT)
-            write_page(html, "Runs compared", _blocks(comparison, Path(scratch) / PLOT))
-        written.append(html)
-    return written
+    return write_comparison(
+        "Runs compared",
+        list(run_rows(comparison)),
+        partial(plot_runs, comparison),
+        partial(_blocks, comparison),
+        out=out,
+        html=html,
+    )
 
 
 def _blocks(comparison: RunComparison, plot: Path) -> list[Block]:
