@@ -20,10 +20,11 @@ from typing import Any
 
 from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.engines.base import Answer, EngineDied, EngineError, Sampling
+from eagle3lab.engines.turns import Backlog
 
 CLOSE_SECONDS = 120.0
 START = 0  # the number of the first answer: that the engine is loaded
-CALLS_AT_ONCE = 4  # more than an engine is asked at a time (`Engine.concurrency`)
+CALLS_AT_ONCE = 256  # threads at most; each waits for its call (`vllm_engine.CALLS_PER_RUNNER`)
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 60.0  # a replica bounds its own work; the parent waits this much longer for it to say so
 
@@ -48,6 +49,7 @@ class RemoteRunner:
         self._sending, self._receiving = Lock(), Lock()
         self._answers: dict[int, tuple[str, Any]] = {}  # that came while another call was waited for
         self._calls = count(1)
+        self._backlog = Backlog()
         self._process = context.Process(target=_serve, args=(theirs, make, settings, dict(environment)))
         self._process.start()
         theirs.close()
@@ -100,7 +102,9 @@ class RemoteRunner:
                 self._pipe.send((call, method, arguments))
             except OSError as error:
                 raise EngineDied(f"a replica ended with exit code {self._process.exitcode}") from error
-        return self._receive(call, self._answer_seconds(num_tokens) + GRACE_SECONDS, f"{method} of a replica")
+        with self._backlog.behind(num_tokens) as all_tokens:
+            seconds = self._answer_seconds(all_tokens) + GRACE_SECONDS
+            return self._receive(call, seconds, f"{method} of a replica")
 
     def _receive(self, call: int, seconds: float, what: str) -> Any:
         end = time.monotonic() + seconds

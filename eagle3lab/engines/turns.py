@@ -7,9 +7,10 @@ one and the first prompt of another.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Condition
+from threading import Condition, Lock
 from typing import Any
 
 
@@ -113,3 +114,22 @@ class Turns:
         for answer in request.answers.values():
             self._drop(answer)
         request.error = error
+
+
+class Backlog:
+    """How many tokens an engine has before it, of all who wait for it."""
+
+    def __init__(self) -> None:
+        self._lock, self._num_tokens = Lock(), 0
+
+    @contextmanager
+    def behind(self, num_tokens: int) -> Iterator[int]:
+        """The tokens that must be done before `num_tokens` more are, these included."""
+        with self._lock:
+            self._num_tokens += num_tokens
+            total = self._num_tokens
+        try:
+            yield total
+        finally:
+            with self._lock:
+                self._num_tokens -= num_tokens

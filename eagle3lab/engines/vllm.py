@@ -16,12 +16,13 @@ from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.engines.base import Answer, EngineDied, EngineError, Sampling, first_line
 from eagle3lab.engines.deadline import child_processes, deadline
 from eagle3lab.engines.process_state import remember_process
+from eagle3lab.engines.turns import Backlog
 from eagle3lab.engines.vllm_capabilities import installed_version, require_vllm
 from eagle3lab.engines.vllm_cpu_sampling import mend_sampler
 from eagle3lab.engines.vllm_decode import DecodedPass, DecodeRequest, decode_pass
 from eagle3lab.engines.vllm_files import drop_files, file_of
 from eagle3lab.engines.vllm_settings import VllmSettings
-from eagle3lab.engines.vllm_turns import Backlog, in_process, turns_over
+from eagle3lab.engines.vllm_turns import in_process, turns_over
 from eagle3lab.engines.vllm_worker import rank_zero
 
 T = TypeVar("T")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from threading import Lock
+from collections.abc import Sequence
 from typing import Any
 
 from eagle3lab.engines.turns import Turns
@@ -37,22 +35,3 @@ def turns_over(llm: Any) -> Turns:
 def in_process(llm: Any) -> bool:
     """Whether the engine's core runs in this process and not in one of its own."""
     return hasattr(llm.llm_engine.engine_core, "engine_core")
-
-
-class Backlog:
-    """How many tokens an engine has before it, of all who wait for it."""
-
-    def __init__(self) -> None:
-        self._lock, self._num_tokens = Lock(), 0
-
-    @contextmanager
-    def behind(self, num_tokens: int) -> Iterator[int]:
-        """The tokens that must be done before `num_tokens` more are, these included."""
-        with self._lock:
-            self._num_tokens += num_tokens
-            total = self._num_tokens
-        try:
-            yield total
-        finally:
-            with self._lock:
-                self._num_tokens -= num_tokens

@@ -28,9 +28,8 @@ from eagle3lab.store.writer import StoreWriter
 # what a backend raises when it cannot answer: its own errors, a full device, a broken pipe, a time-out
 ENGINE_ERRORS = (RuntimeError, OSError)
 MAX_LOST_SHARDS = 3  # one after the other without one answer: the engine is broken, not the rows
-REQUEST_BYTES = (
-    2**29
-)  # of states in one request to an engine that schedules by itself, unless a shard has more
+# of states in one request to an engine that schedules by itself, unless a shard has more
+REQUEST_BYTES = 2**29
 MEMORY_SHARE = 1 / 4  # of the machine's memory, for the states that are asked for or wait to be written
 WRITE_THREADS = 4
 

@@ -231,12 +231,20 @@ def test_calls_to_a_replica_from_several_threads_get_each_its_own_answer(monkeyp
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     from fake_runner import FakeRunner
 
-    runner = RemoteRunner(FakeRunner, "S", {}, start_seconds=60.0, answer_seconds=lambda _: 60.0)
+    counted = []
+
+    def answer_seconds(num_tokens):
+        counted.append(num_tokens)
+        return 60.0
+
+    runner = RemoteRunner(FakeRunner, "S", {}, start_seconds=60.0, answer_seconds=answer_seconds)
     runner.wait_ready()
     slow_first = [[[4, 300 - i], [9] * i] for i in range(1, 9)]  # the first to be asked is the last to answer
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(runner.ask, slow_first))
     assert answers == [["file-2", f"file-{i}"] for i in range(1, 9)]
+    # a call may wait for the tokens of those before it, and the last for all of them
+    assert max(counted) == sum(len(row) for rows in slow_first for row in rows)
     runner.close()
     assert not runner._process.is_alive()
 
