@@ -41,9 +41,14 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         raise
 
 
+def write_bytes(path: Path, data: bytes) -> None:
+    """`write_atomically` for bytes."""
+    write_atomically(path, lambda temporary: temporary.write_bytes(data))
+
+
 def write_text(path: Path, text: str) -> None:
     """`write_atomically` for a text."""
-    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    write_bytes(path, text.encode())
 
 
 def append_durably(path: Path, data: bytes) -> None:

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle3lab.store.files import write_atomically
 from eagle3lab.store.plan import RowT
+from eagle3lab.store.stream import write_safetensors
 
 PARTIAL_DIRECTORY = "partial"
 _PARTS = ("aux", "last", "token_ids")
@@ -33,11 +34,11 @@ def save_partial(store: Path, number: int, rows: Mapping[str, Captured]) -> None
         return
     path.parent.mkdir(exist_ok=True)
     tensors = {
-        f"{part}.{row_id}": tensor.contiguous().clone()
+        f"{part}.{row_id}": [tensor]
         for row_id, captured in rows.items()
         for part, tensor in zip(_PARTS, captured, strict=True)
     }
-    write_atomically(path, lambda temporary: save_file(tensors, temporary))
+    write_atomically(path, lambda temporary: write_safetensors(temporary, tensors, {}))
 
 
 def load_partial(store: Path, number: int, rows: Sequence[RowT]) -> dict[int, Captured]:

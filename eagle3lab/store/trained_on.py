@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save
 
 from eagle3lab.config.errors import IntegrityError, Problem
-from eagle3lab.store.files import write_atomically
+from eagle3lab.store.files import write_bytes
 from eagle3lab.store.identity import PlannedRow, ids_sha256
 
 TRAINED_ON_FILE = "trained_on.keys"
@@ -71,7 +71,7 @@ def write_trained_on(path: Path, keys: TrainedOn) -> None:
     arrays = {SERVED_PROMPTS: keys.served_prompts}
     if keys.user_turns is not None:
         arrays[USER_TURNS] = keys.user_turns
-    write_atomically(path, lambda temporary: save_file(arrays, temporary))
+    write_bytes(path, save(arrays))
 
 
 def read_trained_on(path: Path) -> TrainedOn:

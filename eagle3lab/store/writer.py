@@ -12,14 +12,14 @@ from types import TracebackType
 from typing import Generic
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from eagle3lab.config.errors import IntegrityError, Problem
 from eagle3lab.store.answers import answers_files
 from eagle3lab.store.checks import check_states, check_tokens, slot_names
 from eagle3lab.store.claim import claimed, remove_leftovers
-from eagle3lab.store.files import sha256_of, write_atomically
+from eagle3lab.store.files import sha256_of, write_bytes
 from eagle3lab.store.identity import plan_hash, row_id_of
 from eagle3lab.store.index import (
     INDEX_FILE,
@@ -197,7 +197,7 @@ class StoreWriter(Generic[RowT]):
         if order != sorted(order):
             write_index(self.path, [self._entries[number] for number in sorted(order)])
         counts = count_supervised_tokens(self._rows, self.manifest.verifier.vocab_size)
-        write_atomically(self.path / TOKEN_COUNTS_FILE, lambda path: save_file({TOKEN_COUNTS: counts}, path))
+        write_bytes(self.path / TOKEN_COUNTS_FILE, save({TOKEN_COUNTS: counts}))
         write_trained_on(self.path / TRAINED_ON_FILE, trained_on(self._rows, self._user_turns))
         names = [INDEX_FILE, TOKEN_COUNTS_FILE, TRAINED_ON_FILE, *answers_files(self.manifest.row_settings)]
         checksums = {name: sha256_of(self.path / name) for name in names}

@@ -8,7 +8,7 @@ import signal
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ from eagle3lab.store.index import read_index
 from eagle3lab.store.manifest import is_complete, is_store
 from eagle3lab.store.reader import StoreReader
 
-NUM_ROWS, MAX_ATTEMPTS = 60, 60
+NUM_ROWS, MAX_ATTEMPTS = 60, 300
 
 
 def in_child(work: Callable[[], object]) -> int:
@@ -71,7 +71,7 @@ def test_a_store_that_was_killed_and_resumed_has_the_bytes_of_an_uninterrupted_o
     start = time.perf_counter()
     child = in_child(lambda: fake.write(tmp_path / "whole", rows, manifest, shard_tokens=30))
     assert os.waitpid(child, 0)[1] == 0
-    duration = time.perf_counter() - start
+    window = 0.7 * (time.perf_counter() - start)
     whole = fake.tree(tmp_path / "whole")
     rng, moments, num_stores = random.Random(0), Counter[str](), 0
     for attempt in range(MAX_ATTEMPTS):
@@ -79,7 +79,7 @@ def test_a_store_that_was_killed_and_resumed_has_the_bytes_of_an_uninterrupted_o
             break
         path = tmp_path / f"store{num_stores}"
         child = in_child(lambda path=path: fake.write(path, rows, manifest, shard_tokens=30))
-        time.sleep(rng.uniform(0, 0.7 * duration))
+        time.sleep(rng.uniform(0, window))
         os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
         if os.WIFSIGNALED(status) and not is_complete(path):  # a kill may also come behind the last write
@@ -88,6 +88,8 @@ def test_a_store_that_was_killed_and_resumed_has_the_bytes_of_an_uninterrupted_o
                 StoreReader(path)
             if attempt % 2:  # every second one is killed once more before it may end
                 continue
+        else:
+            window *= 0.9
         fake.write(path, rows, manifest, shard_tokens=30)
         assert fake.tree(path) == whole, attempt
         num_stores += 1
@@ -97,3 +99,34 @@ def test_a_store_that_was_killed_and_resumed_has_the_bytes_of_an_uninterrupted_o
         )
     assert sum(moments.values()) == num_kills
     assert num_stores >= num_kills // 2
+
+
+def test_a_kill_before_every_single_step_to_the_disk_leaves_a_store_that_resumes(
+    tmp_path: Path, fake: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, manifest = fake.rows(8), fake.manifest()
+    fake.write(tmp_path / "whole", rows, manifest)
+    whole, killed = fake.tree(tmp_path / "whole"), True
+    num_steps = 0
+    while killed:
+        path = tmp_path / f"store{num_steps}"
+
+        def write_and_die(path: Path = path, survived: int = num_steps) -> None:
+            left = iter(range(survived))
+            for name in ("fsync", "replace", "unlink"):
+                step = getattr(os, name)
+                monkeypatch.setattr(
+                    os, name, lambda *a, step=step, **k: (next_or_die(left), step(*a, **k))[1]
+                )
+            fake.write(path, rows, manifest)
+
+        killed = os.WIFSIGNALED(os.waitpid(in_child(write_and_die), 0)[1])
+        fake.write(path, rows, manifest)
+        assert fake.tree(path) == whole, num_steps
+        num_steps += killed
+    assert num_steps > 20
+
+
+def next_or_die(left: Iterator[int]) -> None:
+    if next(left, None) is None:
+        os.kill(os.getpid(), signal.SIGKILL)
