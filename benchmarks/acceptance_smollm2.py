@@ -1,11 +1,14 @@
-"""Drafts for SmolLM2-135M-Instruct side by side: trained by several recipes, decoded through vLLM on public prompts.
+"""Drafts for SmolLM2-135M-Instruct side by side: trained by several recipes, decoded on public prompts.
 
 python benchmarks/acceptance_smollm2.py --out benchmarks/results/acceptance_smollm2.json
+python benchmarks/acceptance_smollm2.py --cpu --max-tokens 64000 --epochs 4 --prompts 8 --new-tokens 48 --seeds 1 \
+    --seq-len 512 --parallel 1 --minutes 90 --out benchmarks/results/acceptance_smollm2_cpu.json
 python benchmarks/acceptance_smollm2.py --tiny --work /tmp/tiny    # on a CPU: does it run
 
 Every trial is `train.py` and `evaluate.py` as a user types them, over one store and one file of prompts: MT-Bench,
 HumanEval and GSM8K, as many of each, in turn over their categories. Trials run side by side on the device. The
-results are written after each, so that a time limit keeps what was measured.
+results are written after each, so that a time limit keeps what was measured. On a GPU vLLM captures and decodes,
+greedily and sampled; on a CPU the reference decoder does, greedily with three drafted tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +34,6 @@ from eagle3lab.evaluate.prompts import read_prompts
 
 SETS = ("mt_bench", "humaneval", "gsm8k")
 SHARES = (0.125, 0.25, 0.5)
-EPOCHS = (1, 2, 4)  # beside the whole run's
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,13 @@ RECIPES = {
 }
 
 
-def trials(seeds: Sequence[int]) -> Iterator[Trial]:
+def trials(seeds: Sequence[int], most_epochs: int) -> Iterator[Trial]:
     """All of them, what is wanted most first: recipes, curves, the choice by loss, further seeds."""
     first, *others = seeds
     for variant in RECIPES:
         yield Trial(variant, RECIPES[variant], first)
     default = Trial("default", RECIPES["default"], first, ks=(3,))
-    for epochs in EPOCHS:
+    for epochs in sorted({round(share * most_epochs) for share in SHARES} - {0}):
         yield replace(default, variant=f"default_epochs{epochs}", epochs=epochs)
     for share in SHARES:
         overrides = (*default.overrides, f"train.data_share={share}")
@@ -87,7 +90,8 @@ class Bench:
         self.work: Path = arguments.work
         self.store, self.prompts = self.work / "store", self.work / "prompts.jsonl"
         model = "tiny" if arguments.tiny else "smollm2_135m"
-        self.words = [f"model={model}", f"hardware={'cpu' if arguments.tiny else 'h200'}"]
+        self.on_cpu: bool = arguments.tiny or arguments.cpu
+        self.words = [f"model={model}", f"hardware={'cpu' if self.on_cpu else 'h200'}"]
         self.rows: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {"prompts_of_each_set": arguments.prompts, "drafts": {}, "failed": {}}
         self.lock = Lock()
@@ -122,10 +126,11 @@ def make_prompts(bench: Bench) -> None:
 
 
 def extract(bench: Bench) -> None:
-    data = ["data=demo", "data.max_tokens=null", f"data.max_len={bench.arguments.seq_len}"]
+    data = ["data=demo", f"data.max_tokens={bench.arguments.max_tokens or 'null'}"]
+    data += [f"data.max_len={bench.arguments.seq_len}"]
     if bench.arguments.regenerate:
         data += ["data.regenerate=true", "data.sampling.temperature=0.7", "data.sampling.max_new_tokens=512"]
-    backend = [] if bench.arguments.tiny else ["extract.backend=vllm", "hardware.engine.memory_share=0.6"]
+    backend = [] if bench.on_cpu else ["extract.backend=vllm", "hardware.engine.memory_share=0.6"]
     start = bench.seconds()
     bench.run("extract", "extract.py", *bench.words, *data, *backend, f"store={bench.store}")
     manifest = json.loads((bench.store / "manifest.json").read_text())
@@ -148,16 +153,18 @@ def measure(bench: Bench, trial: Trial) -> None:
     common = [*bench.words, "data=demo", f"store={bench.store}"]
     budget = [f"train.seq_len={arguments.seq_len}", f"train.max_epochs={trial.epochs or arguments.epochs}"]
     train = [*common, *trial.overrides, *budget, f"train.seed={trial.seed}", "optim.lr_warmup_updates=20"]
-    if arguments.tiny:
-        train += ["draft.vocab_size=null"]
+    if bench.on_cpu:
+        train += [f"draft.vocab_size={'null' if arguments.tiny else 6144}"]
     evaluate = [
         *bench.words, f"draft={run_dir / 'draft'}", "prompts=jsonl", "prompts.name=public",
-        f"prompts.path={bench.prompts}", f"decode.k=[{','.join(map(str, trial.ks))}]",
-        "decode.temperature=[0.0,1.0]", f"decode.max_new_tokens={arguments.new_tokens}",
+        f"prompts.path={bench.prompts}", f"decode.max_new_tokens={arguments.new_tokens}",
         f"decode.seed={trial.seed}", f"out={run_dir / 'evaluation'}",
     ]  # fmt: skip
-    if not arguments.tiny:
+    if bench.on_cpu:
+        evaluate += ["decode.k=[3]", "decode.temperature=[0.0]"]
+    else:
         share = 0.7 / arguments.parallel
+        evaluate += [f"decode.k=[{','.join(map(str, trial.ks))}]", "decode.temperature=[0.0,1.0]"]
         evaluate += [
             "decode.backend=vllm",
             "decode.precision=bf16",
@@ -193,7 +200,27 @@ def measure(bench: Bench, trial: Trial) -> None:
         }
         print(f"{bench.seconds():6.0f} s  {trial.name} (trained at {trained:.0f} s): "
               f"{bench.notes['drafts'][trial.name]['overall']}", flush=True)  # fmt: skip
+        bench.notes["simulated_against_real"] = calibration(bench.notes["drafts"].values())
         write_results(arguments.out, bench.rows, notes=bench.notes)
+
+
+def calibration(drafts: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Over drafts, T=0, as many drafted as trained for: correlation (Pearson) of the two lengths, real less simulated."""
+    pairs = []
+    for draft in drafts:
+        simulated = draft["simulated"]
+        real = draft["overall"].get(f"k{simulated['ttt_steps']} T0.0") if simulated else None
+        if real is not None:
+            pairs.append((simulated["acceptance_length"], real))
+    if len(pairs) < 3:
+        return {}
+    simulated, real = zip(*pairs, strict=True)
+    return {
+        "drafts": len(pairs),
+        "correlation": round(statistics.correlation(simulated, real), 4),
+        "mean_bias": round(statistics.mean(r - s for s, r in pairs), 4),
+        "largest_bias": round(max((r - s for s, r in pairs), key=abs), 4),
+    }
 
 
 def rows_of(trial: Trial, summary: dict[str, Any], evaluation: dict[str, Any]) -> list[dict[str, Any]]:
@@ -231,14 +258,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="texts decoded together")
     parser.add_argument("--minutes", type=float, default=20.0, help="no trial is begun after these")
     parser.add_argument("--regenerate", action="store_true", help="the verifier answers the user turns anew")
-    parser.add_argument("--only", nargs="+", help="variants")
+    parser.add_argument("--only", nargs="+", help="variants, in this order")
+    parser.add_argument("--max-tokens", type=int, help="of the store; default: all conversations")
+    parser.add_argument("--cpu", action="store_true", help="no GPU: the reference decoder, K=3, greedy")
     parser.add_argument("--tiny", action="store_true", help="on a CPU: does it run, not how well")
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     bench = Bench(arguments)
     make_prompts(bench)
     extract(bench)
-    chosen = [t for t in trials(arguments.seeds) if arguments.only is None or t.variant in arguments.only]
+    chosen = list(trials(arguments.seeds, arguments.epochs))
+    if arguments.only is not None:
+        chosen = [t for variant in arguments.only for t in chosen if t.variant == variant]
     print(f"{len(chosen)} trials: {', '.join(t.name for t in chosen)}", flush=True)
     with ThreadPoolExecutor(arguments.parallel) as pool:
         list(pool.map(lambda trial: measure(bench, trial), chosen))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -41,6 +42,25 @@ def same(one: Path, other: Path) -> bool:
             for name in a[trial]
         )
     )
+
+
+# of a comparison.csv: what the machine decides, and where the trial lies
+UNLIKE = {
+    "tokens_per_second",
+    "peak_memory_gib",
+    "data_wait_share",
+    "mfu",
+    "train_seconds",
+    "limited_by",
+    "run_dir",
+}
+
+
+def table(sweep_dir: Path) -> list[dict[str, str]]:
+    """The rows of the finished trials in the sweep's comparison, with every cell that two sweeps have in common."""
+    with open(sweep_dir / "comparison.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["state"] == "finished"]
+    return [{name: cell for name, cell in row.items() if name not in UNLIKE} for row in rows]
 
 
 def states(sweep_dir: Path) -> list[str]:
@@ -131,5 +151,7 @@ def test_a_killed_sweep_is_continued_by_joblib_to_the_same_end(
     done = run_command("train.py", *TWO, *beside, "hydra.sweep.dir=killed")
     assert "taken up again: 1 had begun" in done.stdout
     assert same(killed, workspace / "basic")
+    assert len(table(killed)) == 2
+    assert table(killed) == table(workspace / "basic")
     first, second = (json.loads(path.read_text()) for path in sorted(killed.glob("*/summary.json")))
     assert (first["resumed_from_update"], second["resumed_from_update"]) == (1, 0)
