@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from .warm import ROOT, WarmPython
 
 LONG = (
     "cli/test_loop.py",
@@ -15,6 +19,22 @@ LONG = (
     "engines/test_vllm_answers.py",
     "engines/test_vllm.py",
 )
+
+
+@pytest.fixture(scope="session")
+def command_environment() -> dict[str, str]:
+    """For commands in processes of their own: this one's, with nothing of an outer run in it."""
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("EAGLE3LAB_", "HYDRA_"))}
+    packages = os.pathsep.join(filter(None, (str(ROOT), variables.get("PYTHONPATH"))))
+    return {**variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": packages}
+
+
+@pytest.fixture(scope="session")
+def warm_python(command_environment: dict[str, str]) -> Iterator[WarmPython]:
+    """Runs commands one after the other; the first waits for the imports of all."""
+    python = WarmPython(command_environment)
+    yield python
+    python.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -68,11 +68,21 @@ def files_of(command: str, package: Path = PACKAGE) -> set[Path]:
 
 @functools.cache
 def _parse(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
+    return ast.parse(_read(file))
+
+
+@functools.cache
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
+
+
+@functools.cache
+def _nodes_of(file: Path) -> tuple[tuple[ast.AST, bool], ...]:
+    return tuple(_nodes(_parse(file)))
 
 
 def _own_imports(file: Path, package: Path) -> Iterator[Path]:
-    for node, _ in _nodes(_parse(file)):
+    for node, _ in _nodes_of(file):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -94,10 +104,10 @@ def _absolute(node: ast.ImportFrom, file: Path, package: Path) -> str:
 
 
 def _symbols_of(file: Path, package: Path) -> Iterator[Symbol]:
+    if not any(library in _read(file) for library in LIBRARIES):
+        return
     where = str(file.relative_to(package))
-    tree = _parse(file)
-    nodes = list(_nodes(tree))
-    texts = _constants(tree)
+    nodes, texts = _nodes_of(file), _constants(_parse(file))
     origins: dict[str, tuple[str, str]] = {}  # local name -> the module and the name in it that it stands for
     for node, optional in nodes:
         place = f"{where}:{getattr(node, 'lineno', 0)}"
@@ -169,7 +179,10 @@ def _nodes(tree: ast.AST, optional: bool = False) -> Iterator[tuple[ast.AST, boo
 
 
 def _walk(node: ast.AST, optional: bool) -> Iterator[tuple[ast.AST, bool]]:
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+    if isinstance(node, ast.If) and _chain(node.test, set()) in (
+        ([], "TYPE_CHECKING"),
+        (["TYPE_CHECKING"], "typing"),
+    ):
         for other in node.orelse:
             yield from _walk(other, optional)
         return

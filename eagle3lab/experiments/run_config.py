@@ -18,8 +18,11 @@ from .run_dir import CONFIG, PROVENANCE, read_json
 
 ABSENT = "(absent)"
 STORE, COMMIT = "store", "git.commit"
-# where a run is kept and watched, not what it is
-_PLACES = ("outputs", "run_name", "run_dir", "resume", "plan", "logger", "hardware.name")
+# where a run is kept and watched, and what ran beside it: not what it is
+_PLACES = (
+    "outputs", "run_name", "run_dir", "resume", "plan", "logger", "launcher", "hardware.name",
+    "hardware.trials_per_node",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

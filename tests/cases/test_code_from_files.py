@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,13 +14,16 @@ from eagle3lab.config.compose import config_directory
 from eagle3lab.config.errors import EXIT_USER_ERROR
 from eagle3lab.config.schema import ModelConfig
 
+from ..warm import ROOT, WarmPython
+
 CASE = Path(__file__).parent / "SEC-02"
-ROOT = Path(__file__).resolve().parents[2]
 RENAMED = {"data.path": "data.paths=[{}]", "model.tokenizer": "model.tokenizer={}"}
 NEEDS_OWN_CODE = {"kimi_k25_int4.yaml"}  # its published tokenizer is Python code
 
 
-def run(line: str, directory: Path) -> subprocess.CompletedProcess[str]:
+def run(
+    line: str, directory: Path, python: WarmPython, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     """One line of commands.txt in `directory`, its paths taken from the case."""
     marker, script, *words = shlex.split(line)
     name, _, value = marker.partition("=")
@@ -31,22 +32,21 @@ def run(line: str, directory: Path) -> subprocess.CompletedProcess[str]:
     for word in words:
         key, _, text = word.partition("=")
         mapped.append(RENAMED[key].format((CASE / text).resolve()) if key in RENAMED else word)
-    return subprocess.run(
-        [sys.executable, str(ROOT / script), *mapped, "extract.num_render_workers=1"],
+    return python.run(
+        [str(ROOT / script), *mapped, "extract.num_render_workers=1"],
         cwd=directory,
-        env={**os.environ, name: str(directory / value), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-             "HF_HOME": str(directory / "cache")},
-        capture_output=True,
-        text=True,
+        env={**environment, name: str(directory / value), "HF_HOME": str(directory / "cache")},
         timeout=300,
-        check=False,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["without_the_option", "with_it"])
-def test_sec_02_code_of_a_tokenizer_runs_only_when_allowed(number: int, tmp_path: Path) -> None:
+def test_sec_02_code_of_a_tokenizer_runs_only_when_allowed(
+    number: int, tmp_path: Path, warm_python: WarmPython, command_environment: dict[str, str]
+) -> None:
     """A worker process renders here, so the option is not switched on for it either."""
-    done = run((CASE / "commands.txt").read_text().splitlines()[number], tmp_path)
+    line = (CASE / "commands.txt").read_text().splitlines()[number]
+    done = run(line, tmp_path, warm_python, command_environment)
     if number == 0:
         assert done.returncode == EXIT_USER_ERROR, done.stderr
         assert "model.trust_remote_code=true" in done.stderr

@@ -25,6 +25,8 @@ from eagle3lab.store.manifest import Manifest, VerifierIdentity
 from eagle3lab.store.reader import StoreReader
 from eagle3lab.store.writer import StoreWriter
 
+from ..warm import ROOT, WarmPython
+
 CASES = Path(__file__).parent
 SHARED = CASES / "_shared"
 
@@ -110,14 +112,15 @@ def test_ext_11_the_import_never_pairs_states_with_other_rows(tmp_path: Path) ->
     assert not (tmp_path / "store").exists()
 
 
-def test_ext_12_the_command_that_runs_out_of_room_ends_with_code_2_and_goes_on_later(tmp_path: Path) -> None:
+def test_ext_12_the_command_that_runs_out_of_room_ends_with_code_2_and_goes_on_later(
+    tmp_path: Path, warm_python: WarmPython, command_environment: dict[str, str]
+) -> None:
     """run_limited.py is the case's own; the limit is between the start's disk test and the first shard."""
-    root = CASES.parents[1]
-    command = [sys.executable, str(root / "extract.py"), "model=tiny", "hardware=cpu", "store=store"]
-    limited = [sys.executable, str(CASES / "EXT-12" / "run_limited.py"), "10000000", *command]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": False}
-    done = subprocess.run(limited, **options)
+    command = [str(ROOT / "extract.py"), "model=tiny", "hardware=cpu", "store=store"]
+    limited = [str(CASES / "EXT-12" / "run_limited.py"), "10000000", sys.executable, *command]
+    done = subprocess.run(
+        [sys.executable, *limited], cwd=tmp_path, env=command_environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == EXIT_USER_ERROR, done.stderr
     assert re.search(r"error: cannot write .*store/shards/00000\.safetensors \(errno 27", done.stderr)
     assert "Traceback" not in done.stderr
@@ -125,7 +128,7 @@ def test_ext_12_the_command_that_runs_out_of_room_ends_with_code_2_and_goes_on_l
     written = {file.name for file in (tmp_path / "store" / "shards").iterdir()}
     assert written <= {"00001.safetensors"}
     assert (tmp_path / "store" / "index.jsonl").read_text().count("\n") == len(written)
-    done = subprocess.run(command, **options)
+    done = warm_python.run(command, cwd=tmp_path, env=command_environment, timeout=300)
     assert done.returncode == 0, done.stderr
     assert len(StoreReader(tmp_path / "store", verify="full")) > 0
 

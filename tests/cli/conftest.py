@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..warm import ROOT, WarmPython
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
-def run_command(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run_command(
+    tmp_path_factory: pytest.TempPathFactory, warm_python: WarmPython, command_environment: dict[str, str]
+) -> Run:
     """Run `COMMAND.py ARGS` as a user does; returns the finished process. The directory is the session's."""
     directory = tmp_path_factory.mktemp("work")
 
     def run(
         command: str, *arguments: str, expect: int = 0, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, str(ROOT / command), *arguments]
-        variables = {k: v for k, v in os.environ.items() if not k.startswith(("EAGLE3LAB_", "HYDRA_"))}
-        packages = os.pathsep.join(filter(None, (str(ROOT), variables.get("PYTHONPATH"))))
-        done = subprocess.run(
-            words,
-            cwd=directory,
-            env={**variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": packages, **environment},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        words = [str(ROOT / command), *arguments]
+        done = warm_python.run(words, cwd=directory, env={**command_environment, **environment}, timeout=300)
         assert done.returncode == expect, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done
 
