@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from eagle3lab.evaluate.progress import pass_line, progress
 from eagle3lab.evaluate.prompts import read_prompts
 from eagle3lab.evaluate.reference import SPEED as reference_speed
 from eagle3lab.evaluate.reference import decode_by_reference
-from eagle3lab.evaluate.results import Evaluation, Task, summarise_passes
+from eagle3lab.evaluate.results import Evaluation, Pass, Task, summarise_passes
 from eagle3lab.evaluate.served import SPEED as served_speed
 from eagle3lab.evaluate.served import decode_by_vllm
 from eagle3lab.rows.render import decode as decode_text
@@ -65,31 +65,14 @@ def evaluate_draft(
         IntegrityError: a text differs from the verifier's own by more than rounding; the file is
             written before, with every difference.
     """
-    console = console or Console()
+    say = partial((console or Console()).print, markup=False, highlight=False, soft_wrap=True)
     path = locate_verifier(model)
     facts = read_facts(path)
     difference = other_template_args(draft, model)
     if difference:
-        console.print(difference, markup=False, highlight=False, soft_wrap=True)
+        say(difference)
     tokenizer = load_tokenizer(model, path)
-    chosen = read_prompts(prompts)
-    rendered = [(prompt, render_prompt(tokenizer, list(prompt.messages), model)) for prompt in chosen]
-    rendered, overlap = check_overlap(draft, rendered, prompts)
-    if overlap.note:
-        console.print(overlap.note, markup=False, highlight=False, soft_wrap=True)
-    room = max(decode.k) + 1  # the last verification step may reach beyond the budget
-    fitting = [(prompt, ids) for prompt, ids in rendered if len(ids) + room < facts.max_positions]
-    if not fitting:
-        raise UserError(
-            Problem(
-                f"none of the {len(rendered)} prompts of {prompts.name} fits the verifier",
-                f"{min(len(ids) for _, ids in rendered)} tokens and more",
-                f"fewer than {facts.max_positions - room} tokens",
-                "prompts=ANOTHER",
-            )
-        )
-    budgets = [min(decode.max_new_tokens, facts.max_positions - len(ids) - room) for _, ids in fitting]
-    tasks = [Task(prompt, tuple(ids), most) for (prompt, ids), most in zip(fitting, budgets, strict=True)]
+    tasks, of_prompts = _tasks(draft, tokenizer, model, prompts, decode, facts.max_positions, say)
     dtype, device = DTYPES[decode.precision], pick_device(hardware)
     backend = pick_backend(decode.backend, device)
     if backend is Backend.hf:
@@ -99,54 +82,23 @@ def evaluate_draft(
     drafts: dict[str, nn.Module] = {"trained": trained}
     if decode.untrained:
         drafts["untrained"] = untrained_copy(trained, decode.seed)
-    aux_layer_ids = tuple(trained.config.eagle_aux_hidden_state_layer_ids)
     end_ids = frozenset({*facts.eos_token_ids, tokenizer.eos_token_id} - {None})
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    engine: dict[str, Any] = {"backend": backend.value}
+    longest = max(len(task.ids) + task.budget for task in tasks) + 3 * _overhang(decode)
+    request = EngineRequest(
+        path,
+        facts,
+        model,
+        dtype,
+        device,
+        max_len=min(facts.max_positions, longest),
+        batch_tokens=PREFILL_TOKENS,
+        parallel=hardware.engine,
+    )
     if backend is Backend.vllm:
-        request = EngineRequest(
-            path,
-            facts,
-            model,
-            dtype,
-            device,
-            max_len=min(facts.max_positions, max(len(t.ids) + t.budget for t in tasks) + 3 * room),
-            batch_tokens=PREFILL_TOKENS,
-            parallel=hardware.engine,
-        )
-        with exported(draft, drafts) as directories:
-            served = decode_by_vllm(
-                request,
-                directories,
-                tasks,
-                decode,
-                end_ids=end_ids,
-                near_tie=NEAR_TIE[decode.precision],
-                done=lambda found: say(pass_line(found)),
-            )
-        passes = served.passes
-        engine |= {
-            "versions": served.versions,
-            "num_late_steps": served.num_late_steps,
-            "speed": served_speed,
-        }
+        passes, of_engine = _served(request, draft, drafts, tasks, decode, end_ids, say)
     else:
-        verifier = HuggingFaceEngine(path, facts, dtype, device, model.trust_remote_code)
-        with progress(console, len(tasks)) as done:
-            passes = decode_by_reference(
-                verifier,
-                {name: module.to(device) for name, module in drafts.items()},
-                tasks,
-                decode,
-                aux_layer_ids=aux_layer_ids,
-                end_ids=end_ids,
-                near_tie=NEAR_TIE[decode.precision],
-                done=done,
-            )
-        engine |= {"versions": verifier.versions(), "speed": reference_speed}
-        verifier.close()
+        passes, of_engine = _by_reference(request, drafts, tasks, decode, end_ids, console or Console())
 
-    left_out = [prompt.prompt_id for prompt, ids in rendered if len(ids) + room >= facts.max_positions]
     own = next(p for p in passes if p.way.k == 0).texts
     evaluation = Evaluation(
         setup={
@@ -159,15 +111,8 @@ def evaluate_draft(
             "draft": str(draft),
             "draft_vocabulary": vocabulary_figures(trained, [t for text in own for t in text.tokens]),
             "simulated": simulated,
-            "aux_layer_ids": list(aux_layer_ids),
-            "prompts": {
-                "name": prompts.name,
-                "num_read": len(chosen),
-                "num_decoded": len(tasks),
-                "left_out": {"too_long": left_out, **overlap.left_out},
-                "num_turns_left_out": sum(p.num_turns_left_out for p, _ in fitting),
-            },
-            "compared_with_training_rows": list(overlap.compared),
+            "aux_layer_ids": list(trained.config.eagle_aux_hidden_state_layer_ids),
+            **of_prompts,
             "template_args": dict(model.template_args),
             "max_new_tokens": decode.max_new_tokens,
             "k": list(decode.k),
@@ -177,7 +122,8 @@ def evaluate_draft(
             "precision": decode.precision.value,
             "device": device,
             "seed": decode.seed,
-            **engine,
+            "backend": backend.value,
+            **of_engine,
         },
         variants=summarise_passes(tasks, passes, seed=decode.seed),
         tasks=tuple(tasks),
@@ -187,6 +133,109 @@ def evaluate_draft(
     file = evaluation.write(out)
     _refuse_unexplained(evaluation, file)
     return evaluation
+
+
+def _tasks(
+    draft: Path,
+    tokenizer: Any,
+    model: ModelConfig,
+    prompts: PromptsConfig,
+    decode: DecodeConfig,
+    max_positions: int,
+    say: Callable[[str], None],
+) -> tuple[list[Task], dict[str, Any]]:
+    """What is decoded, and what the report says of the prompts: those the draft knows or that are too long are left out."""
+    chosen = read_prompts(prompts)
+    rendered = [(prompt, render_prompt(tokenizer, list(prompt.messages), model)) for prompt in chosen]
+    rendered, overlap = check_overlap(draft, rendered, prompts)
+    if overlap.note:
+        say(overlap.note)
+    room = max_positions - _overhang(decode)
+    fitting = [(prompt, ids) for prompt, ids in rendered if len(ids) < room]
+    if not fitting:
+        raise UserError(
+            Problem(
+                f"none of the {len(rendered)} prompts of {prompts.name} fits the verifier",
+                f"{min(len(ids) for _, ids in rendered)} tokens and more",
+                f"fewer than {room} tokens",
+                "prompts=ANOTHER",
+            )
+        )
+    too_long = [prompt.prompt_id for prompt, ids in rendered if len(ids) >= room]
+    said = {
+        "prompts": {
+            "name": prompts.name,
+            "num_read": len(chosen),
+            "num_decoded": len(fitting),
+            "left_out": {"too_long": too_long, **overlap.left_out},
+            "num_turns_left_out": sum(prompt.num_turns_left_out for prompt, _ in fitting),
+        },
+        "compared_with_training_rows": list(overlap.compared),
+    }
+    return [
+        Task(prompt, tuple(ids), min(decode.max_new_tokens, room - len(ids))) for prompt, ids in fitting
+    ], said
+
+
+def _overhang(decode: DecodeConfig) -> int:
+    """How far the last verification step may reach beyond a text's budget."""
+    return max(decode.k) + 1
+
+
+def _served(
+    request: EngineRequest,
+    draft: Path,
+    drafts: Mapping[str, nn.Module],
+    tasks: Sequence[Task],
+    decode: DecodeConfig,
+    end_ids: frozenset[int],
+    say: Callable[[str], None],
+) -> tuple[Sequence[Pass], dict[str, Any]]:
+    """vLLM's passes, and what the report says of it."""
+    with exported(draft, drafts) as directories:
+        served = decode_by_vllm(
+            request,
+            directories,
+            tasks,
+            decode,
+            end_ids=end_ids,
+            near_tie=NEAR_TIE[decode.precision],
+            done=lambda found: say(pass_line(found)),
+        )
+    figures = {
+        "versions": served.versions,
+        "num_late_steps": served.num_late_steps,
+        "speed": served_speed,
+    }
+    return served.passes, figures
+
+
+def _by_reference(
+    request: EngineRequest,
+    drafts: Mapping[str, nn.Module],
+    tasks: Sequence[Task],
+    decode: DecodeConfig,
+    end_ids: frozenset[int],
+    console: Console,
+) -> tuple[Sequence[Pass], dict[str, Any]]:
+    """The reference decoder's passes, and what the report says of it."""
+    verifier = HuggingFaceEngine(
+        request.path, request.facts, request.dtype, request.device, request.model.trust_remote_code
+    )
+    with progress(console, len(tasks)) as done:
+        passes = decode_by_reference(
+            verifier,
+            {name: module.to(request.device) for name, module in drafts.items()},
+            tasks,
+            decode,
+            aux_layer_ids=tuple(drafts["trained"].config.eagle_aux_hidden_state_layer_ids),
+            end_ids=end_ids,
+            near_tie=NEAR_TIE[decode.precision],
+            done=done,
+        )
+    figures = {"versions": verifier.versions(), "speed": reference_speed}
+    verifier.close()
+    return passes, figures
 
 
 def _refuse_unexplained(evaluation: Evaluation, file: Path) -> None:
