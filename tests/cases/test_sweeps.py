@@ -25,9 +25,9 @@ from eagle3lab.training import module as training_module
 from eagle3lab.training import trainer
 
 from ..experiments.wandb_files import OfflineRun, read_runs
+from ..warm import ROOT, WarmPython
 
 CASES = Path(__file__).parent
-ROOT = CASES.parents[1]
 Command = Callable[..., Any]
 QUICK = (
     "data.validation_share=0", "train.self_test=false", "train.seq_len=64", "optim.lr_warmup_updates=0",
@@ -230,7 +230,7 @@ def test_slm_02_one_task_for_two_devices_is_refused(
 
 
 def test_cfg_09_slm_02_each_job_of_a_sweep_has_its_own_two_ranks_also_in_an_interactive_shell(
-    extract_command: Command, tmp_path: Path
+    extract_command: Command, tmp_path: Path, warm_python: WarmPython
 ) -> None:
     """Two jobs of two ranks, in the environment of a shell that SLURM gave for eight tasks."""
     case = expected("CFG-09")
@@ -241,14 +241,9 @@ def test_cfg_09_slm_02_each_job_of_a_sweep_has_its_own_two_ranks_also_in_an_inte
         f"data.paths=[{CASES / 'CKP-01' / 'data.jsonl'}]", "model.aux_layer_ids=[2,4,5]", f"store={store}",
         "train.max_updates=1", "logger=wandb_offline", *QUICK,
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *words],
-        cwd=tmp_path / "store",
-        env=_environment("SLM-02", "interactive.env"),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    environment = _environment("SLM-02", "interactive.env")
+    done = warm_python.run(
+        [str(ROOT / "train.py"), *words], cwd=tmp_path / "store", env=environment, timeout=240
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     (directory,) = (tmp_path / "store" / "outputs" / "sweeps" / "train").iterdir()
