@@ -51,16 +51,17 @@ class Trial:
         return f"{self.variant}-seed{self.seed}"
 
 
+WARM_UP = "optim.lr_warmup_updates=20"
 RECIPES = {
-    "default": ("draft.ttt_steps=3", "optim=adamw", "optim.lr=1e-3"),
-    "default_k7": ("draft.ttt_steps=7", "optim=adamw", "optim.lr=1e-3"),
-    "adamw_1e-4": ("draft.ttt_steps=3", "optim=adamw", "optim.lr=1e-4"),
-    "adamw_1e-4_k7": ("draft.ttt_steps=7", "optim=adamw", "optim.lr=1e-4"),
+    "default": ("draft.ttt_steps=3", "optim=adamw", "optim.lr=1e-3", WARM_UP),
+    "default_k7": ("draft.ttt_steps=7", "optim=adamw", "optim.lr=1e-3", WARM_UP),
+    "adamw_1e-4": ("draft.ttt_steps=3", "optim=adamw", "optim.lr=1e-4", WARM_UP),
+    "adamw_1e-4_k7": ("draft.ttt_steps=7", "optim=adamw", "optim.lr=1e-4", WARM_UP),
     # its own forward, optimizer, learning rate, window, norms and loss; packs and epochs as everywhere here
     "speculators": ("experiment=speculators_09", "draft.step=reference"),
     "speculators_k7": ("experiment=speculators_09", "draft.step=reference", "draft.ttt_steps=7"),
-    "muon": ("draft.ttt_steps=3", "optim=muon", "optim.lr=1e-3"),
-    "muon_3e-2": ("draft.ttt_steps=3", "optim=muon", "optim.lr=3e-2"),
+    "muon": ("draft.ttt_steps=3", "optim=muon", "optim.lr=1e-3", WARM_UP),
+    "muon_3e-2": ("draft.ttt_steps=3", "optim=muon", "optim.lr=3e-2", WARM_UP),
 }
 
 
@@ -152,7 +153,7 @@ def measure(bench: Bench, trial: Trial) -> None:
     run_dir = bench.work / "runs" / trial.name
     common = [*bench.words, "data=demo", f"store={bench.store}"]
     budget = [f"train.seq_len={arguments.seq_len}", f"train.max_epochs={trial.epochs or arguments.epochs}"]
-    train = [*common, *trial.overrides, *budget, f"train.seed={trial.seed}", "optim.lr_warmup_updates=20"]
+    train = [*common, *trial.overrides, *budget, f"train.seed={trial.seed}"]
     if bench.on_cpu:
         train += [f"draft.vocab_size={'null' if arguments.tiny else 6144}"]
     evaluate = [
@@ -178,14 +179,14 @@ def measure(bench: Bench, trial: Trial) -> None:
     except RuntimeError as error:
         print(f"{trial.name} FAILED: {error}", flush=True)
         with bench.lock:
-            bench.notes["failed"][trial.name] = str(error).splitlines()[0]
+            bench.notes["failed"][trial.name] = str(error).splitlines()[1:]
         return
     summary = json.loads((run_dir / "summary.json").read_text())
     evaluation = json.loads((run_dir / "evaluation/evaluation.json").read_text())
     with bench.lock:
         bench.rows += rows_of(trial, summary, evaluation)
         bench.notes["drafts"][trial.name] = {
-            "train": " ".join(["train.py", *train]),
+            "train": " ".join(["train.py", *train]).replace(f"{bench.work}/", ""),
             "simulated": evaluation["setup"]["simulated"],
             "selection": summary["selection"],
             "overall": {
