@@ -1,6 +1,7 @@
 """`train.py` on two devices, by DDP and by FSDP2, beside one device with twice the micro-batches, from one store.
 
 python benchmarks/two_gpu.py --out benchmarks/results/two_gpu_h200.json
+python benchmarks/two_gpu.py --sizes full wide    # also hidden 7168
 
 An update holds the same packs in all runs, so their losses must be the same curve.
 """
@@ -17,16 +18,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common import ROOT, write_results
 from synthetic import LAYER_IDS, QWEN3_8B, make_rows, make_store, make_verifier
 
-from eagle3lab.config.plan import stored_bytes_per_token
+from eagle3lab.config.plan_sizes import stored_bytes_per_token
 from eagle3lab.config.schema import Shapes
 
 IN_MEMORY = Path("/dev/shm")
+SUPERVISED_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,13 @@ class Size:
 
 
 FULL = Size(QWEN3_8B, "cuda", "h200", "h200x2", 8192, 1024, 256, 200, 10)  # a store of 8.6 GB
+# the widths of Kimi-K2.5 and DeepSeek-V3, with a dense verifier of 4 layers; a store of 7.5 GB
+KIMI = Shapes(7168, 18432, 4, 64, 64, 128, 163840, 5_000_000_000)
+WIDE = Size(KIMI, "cuda", "h200", "h200x2", 4096, 1024, 128, 60, 5)
 TINY = Size(Shapes(64, 96, 4, 4, 2, 16, 512, 200_000), "cpu", "cpu", "cpu2", 256, 64, 24, 12, 1)
+
+
+SIZES = {"full": FULL, "wide": WIDE, "tiny": TINY}
 
 
 @dataclass(frozen=True)
@@ -115,33 +125,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/two_gpu_h200.json")
     parser.add_argument("--work", type=Path, default=Path("/tmp/eagle3lab-bench"))
-    parser.add_argument("--tiny", action="store_true", help="two CPU processes: does it run, not how fast")
+    parser.add_argument(
+        "--sizes", nargs="+", choices=sorted(SIZES), default=["full"], help="tiny: two CPU processes"
+    )
     parser.add_argument("--ttt-steps", type=int, default=3)
     parser.add_argument(
         "--micro-batches", type=int, default=1, help="packs on each of two devices per update"
     )
     parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp2"])
     arguments = parser.parse_args()
-    size = TINY if arguments.tiny else FULL
-    work = arguments.work
-    work.mkdir(parents=True, exist_ok=True)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    results: list[dict[str, Any]] = []
+    notes: dict[str, Any] = {"micro_batches": arguments.micro_batches, "ttt_steps": arguments.ttt_steps}
+    for name in arguments.sizes:
+        for row, about in compare(SIZES[name], arguments):
+            results.append(row)
+            notes[f"{name} {row['strategy']}"] = about
+            write_results(arguments.out, results, notes=notes)  # what is measured stays, whatever comes
 
+
+def compare(size: Size, arguments: argparse.Namespace) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    """Per strategy a row of the results, and the figures of its loss curves."""
+    work = arguments.work
     verifier = Path(tempfile.mkdtemp(prefix="verifier", dir=work))
     place = store_directory(work, size)
     try:
         start = time.perf_counter()
         make_verifier(verifier, size.shapes, size.device)
-        rows = make_rows(size.num_rows, size.document + 1, size.shapes.vocab_size, 0.5)
+        rows = make_rows(size.num_rows, size.document + 1, size.shapes.vocab_size, SUPERVISED_SHARE)
         tokens = make_store(place / "store", verifier, rows, size.device)
         print(f"store in {place}: {tokens:,} tokens in {time.perf_counter() - start:.0f} s", flush=True)
 
         def run(name: str, hardware: str, strategy: str) -> Run:
-            out = work / f"two-gpu-{name}-{os.getpid()}"
             return train(
                 size,
                 verifier,
                 place / "store",
-                out,
+                work / f"two-gpu-{name}-{os.getpid()}",
                 hardware,
                 strategy,
                 ttt_steps=arguments.ttt_steps,
@@ -149,23 +169,28 @@ def main() -> None:
             )
 
         one = run("one", size.one, "auto")
-        results, notes = [], {"micro_batches": arguments.micro_batches, "one_peak_gib": one.peak_gib}
         for strategy in arguments.strategies:
             two = run(strategy, size.two, strategy)
-            results.append(
-                {
-                    "strategy": strategy,
-                    "one_tok_s": round(one.tokens_per_second),
-                    "two_tok_s": round(two.tokens_per_second),
-                    "ratio": round(two.tokens_per_second / one.tokens_per_second, 4),
-                }
-            )
+            row = {
+                "strategy": strategy,
+                "hidden": size.shapes.hidden_size,
+                "one_tok_s": round(one.tokens_per_second),
+                "two_tok_s": round(two.tokens_per_second),
+                "ratio": round(two.tokens_per_second / one.tokens_per_second, 4),
+                "one_gib": round(one.peak_gib, 2),
+                "two_gib": round(two.peak_gib, 2),
+                "seq_len": size.seq_len,
+            }
             difference = worst_difference(one, two)
-            notes[f"{strategy}_worst_relative_loss_difference"] = difference
-            notes[f"{strategy}_peak_gib"] = two.peak_gib
-            print(f"{results[-1]}, loss curves differ by at most {difference:.2e} of the loss", flush=True)
-        notes |= {"first_loss": one.losses[min(one.losses)], "last_loss": one.losses[max(one.losses)]}
-        write_results(arguments.out, results, notes=notes)
+            print(f"{row}, loss curves differ by at most {difference:.2e} of the loss", flush=True)
+            yield (
+                row,
+                {
+                    "worst_relative_loss_difference": difference,
+                    "first_loss": one.losses[min(one.losses)],
+                    "last_loss": one.losses[max(one.losses)],
+                },
+            )
     finally:
         shutil.rmtree(place, ignore_errors=True)
         shutil.rmtree(verifier, ignore_errors=True)

@@ -15,8 +15,11 @@ from eagle3lab.config.errors import raise_all
 from eagle3lab.config.flops import flops_counter
 from eagle3lab.config.invocation import Invocation, absolute_data, absolute_model, default_store, named
 from eagle3lab.config.names import honest_choices
-from eagle3lab.config.plan import StoreCounts, plan_extraction, plan_training
-from eagle3lab.config.plan_text import describe_extraction, describe_training, require_fit
+from eagle3lab.config.plan_extraction import plan_extraction
+from eagle3lab.config.plan_fit import require_extraction_fit, require_training_fit
+from eagle3lab.config.plan_sizes import StoreCounts
+from eagle3lab.config.plan_text import describe_extraction, describe_training
+from eagle3lab.config.plan_training import plan_training
 from eagle3lab.config.schema import EvaluateRoot, ExtractRoot, TrainRoot
 from eagle3lab.config.stamp import is_rank_zero
 from eagle3lab.experiments.stages import stage_seconds
@@ -43,19 +46,19 @@ def run_extract(cfg: ExtractRoot, invocation: Invocation) -> None:
     store = invocation.path(cfg.store) if cfg.store else default_store(model, data, invocation)
     shapes = shapes_of(model)
     layer_ids = layer_ids_of(cfg.extract.layer_ids or cfg.model.aux_layer_ids, shapes)
-    plan = plan_extraction(
+    plan_for = partial(
+        plan_extraction,
         shapes,
-        hardware,
         num_layer_ids=len(layer_ids),
-        num_devices_per_node=hardware.num_devices or 1,
         num_tokens=cfg.data.max_tokens,
-        dtype=cfg.extract.dtype,
-        last_state=cfg.extract.last_state,
+        max_len=cfg.data.max_len,
     )
+    plan = plan_for(hardware, cfg.extract)
     if cfg.plan:
         answers = cfg.data.sampling if cfg.data.regenerate else None
-        print(describe_extraction(plan, hardware, invocation.groups(), answers))
-    require_fit(plan, hardware)
+        print(describe_extraction(plan, hardware, cfg.extract, invocation.groups(), answers))
+    num_devices = hardware.num_devices or 1
+    require_extraction_fit(plan, hardware, cfg.extract, shapes, plan_for, num_devices=num_devices)
     if cfg.plan:
         return
     apply_environment(hardware)
@@ -80,20 +83,20 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
     raise_all(CHECKS["train"](cfg))  # once more: the devices and the attention are known now
     shapes = shapes_of(cfg.model)
     aux_layer_ids = draft_layer_ids(cfg.draft, cfg.model, shapes)
-    plan = plan_training(
-        cfg.draft,
+    plan_for = partial(
+        plan_training,
         shapes,
-        hardware,
-        cfg.train,
         num_aux=len(aux_layer_ids),
         num_devices_per_node=hardware.num_devices or 1,
         store=StoreCounts.read(Path(str(cfg.store))),
         optim=cfg.optim,
+        most_tokens=cfg.data.max_tokens,
     )
+    plan = plan_for(cfg.draft, hardware, cfg.train)
     if cfg.plan:
         chosen = honest_choices(invocation.groups(), invocation.overrides, cfg)
         print(describe_training(plan, hardware, chosen, str(cfg.run_name)))
-    require_fit(plan, hardware)
+    require_training_fit(plan, cfg.draft, hardware, cfg.train, shapes, plan_for, longest_row=cfg.data.max_len)
     if cfg.plan:
         return None
     apply_environment(hardware)
@@ -105,7 +108,7 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
     from eagle3lab.draft.speculators_model import build_draft
     from eagle3lab.draft.vocabulary import DraftVocabulary
     from eagle3lab.evaluate.meter import open_meter
-    from eagle3lab.experiments.lifecycle import about, begin_run, finish_run, tracked
+    from eagle3lab.experiments.lifecycle import about, begin_run, finish_run, shared_facts, tracked
     from eagle3lab.extract.on_demand import open_store
     from eagle3lab.extract.pipeline import verifier_identity
     from eagle3lab.extract.self_test import self_test_line
@@ -114,7 +117,8 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
     from eagle3lab.training.checkpoint_state import load_weights
     from eagle3lab.training.clock import process_seconds
     from eagle3lab.training.datamodule import Eagle3DataModule
-    from eagle3lab.training.replicas import micro_batches_per_update, num_replicas
+    from eagle3lab.training.peers import agree
+    from eagle3lab.training.replicas import meet_others, micro_batches_per_update, num_replicas
     from eagle3lab.training.report import closing_lines, start_lines
     from eagle3lab.training.tracker_log import TrackerLog
     from eagle3lab.training.trainer import fit
@@ -125,6 +129,7 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
     from eagle3lab.verifier.weights import load_edge_weights
 
     replicas = num_replicas(hardware)
+    meet_others()  # from here on they end together
     micro_batches = micro_batches_per_update(cfg.train, replicas)
     verifier = locate_verifier(cfg.model, quiet=not is_rank_zero())
     facts = read_facts(verifier)
@@ -148,6 +153,7 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
     vocabulary = DraftVocabulary.from_counts(counts, plan.size.vocab_size, always_keep=facts.eos_token_ids)
 
     run_dir = Path(str(cfg.run_dir))
+    agree(shared_facts(cfg, invocation, store.manifest))
     provenance = begin_run(cfg, invocation, run_dir, store.manifest) if is_rank_zero() else {}
     say = print if is_rank_zero() else (lambda *_: None)
     say(start_lines(cfg, plan, updates, run_dir, vocabulary.coverage(counts), data))
@@ -208,7 +214,14 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
         exported = {"exported_update": exported_update, "exported_weights": weights_label(cfg.optim)}
         finish_run(cfg, draft, run_dir, summary.to_json() | exported, provenance)
         print(
-            closing_lines(cfg, summary, run_dir, exported_update, invocation.groups().get("model", "local"))
+            closing_lines(
+                cfg,
+                summary,
+                run_dir,
+                exported_update,
+                invocation.groups().get("model", "local"),
+                facts.architecture,
+            )
         )
     return results.get("val/simulated_acceptance_length")
 

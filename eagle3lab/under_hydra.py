@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,16 +14,20 @@ from omegaconf import DictConfig
 
 from eagle3lab.config import compose
 from eagle3lab.config.check import CHECKS
-from eagle3lab.config.errors import StoppedBySignal, UserError, raise_all
+from eagle3lab.config.errors import PeerLost, StoppedBySignal, UserError, raise_all
 from eagle3lab.config.foreign_code import foreign_code
 from eagle3lab.config.help import help_text
 from eagle3lab.config.invocation import Invocation, named
+from eagle3lab.config.overruled import overruled
 from eagle3lab.config.schema import TrainRoot
-from eagle3lab.config.stamp import is_rank_zero, is_requeued
+from eagle3lab.config.stamp import is_rank_zero, is_requeued, local_rank
 from eagle3lab.experiments import sweep_start
 from eagle3lab.experiments.sweep_start import SweepRefused
 
 _QUIET = "EAGLE3LAB_QUIET_ERRORS"
+# before the processes of a run have met, each finds the same mistake: where the first one of a node ends, torchrun
+# ends the others in less
+SECONDS_TO_BE_ENDED = 2.0
 
 
 def run_command(entry: str, run: Callable[[Any, Invocation], float | None]) -> None:
@@ -40,14 +45,21 @@ def run_command(entry: str, run: Callable[[Any, Invocation], float | None]) -> N
         try:
             print(help_text(entry, sys.argv[1:], CHECKS[entry]))
         except UserError as error:
-            _exit_with(error)
+            exit_with(error)
         return
 
     def task(cfg: DictConfig) -> float | None:
         invocation = Invocation.current()
 
+        def run_together(cfg: Any, invocation: Invocation) -> float | None:
+            from eagle3lab.training.peers import together
+
+            with together():
+                return run(cfg, invocation)
+
         def configured() -> Any:
             typed, problems = compose.to_typed(cfg, compose.ROOTS[entry])
+            problems += overruled(cfg, invocation.overrides, compose.config_directory())
             raise_all([*problems, *(CHECKS[entry](typed) if typed is not None else [])])
             if is_rank_zero() and (said := foreign_code(typed.model)):
                 print(said)
@@ -56,13 +68,13 @@ def run_command(entry: str, run: Callable[[Any, Invocation], float | None]) -> N
         if invocation.sweep_dir is not None and not cfg.get("plan", False):
             from eagle3lab.experiments.sweep_trial import run_trial
 
-            return run_trial(configured, run, invocation, _has_checkpoint)
+            return run_trial(configured, run_together, invocation, _has_checkpoint)
         try:
-            return run(_taken_up(configured(), invocation), invocation)
+            return run_together(_taken_up(configured(), invocation), invocation)
         except UserError as error:
             if show_traceback:
                 raise
-            _exit_with(error)
+            exit_with(error)
 
     decorated: Callable[[], Any] = hydra.main(str(compose.config_directory()), entry, version_base="1.3")(
         task
@@ -72,16 +84,16 @@ def run_command(entry: str, run: Callable[[Any, Invocation], float | None]) -> N
     except SweepRefused as refused:
         if show_traceback:
             raise refused.error from refused
-        _exit_with(refused.error)
+        exit_with(refused.error)
     except UserError as error:
         if show_traceback:
             raise
-        _exit_with(error)
+        exit_with(error)
     except Exception as error:
         if show_traceback or not compose.is_composition_error(error):
             raise
         overrides = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
-        _exit_with(compose.explain(error, entry, overrides, CHECKS[entry]))
+        exit_with(compose.explain(error, entry, overrides, CHECKS[entry]))
     finally:
         code = _end_of_sweep()
     if code:
@@ -114,7 +126,15 @@ def _has_checkpoint(run_dir: Path) -> bool:
     return any((run_dir / CHECKPOINTS / name).is_file() for name in (LAST, PREVIOUS))
 
 
-def _exit_with(error: UserError) -> NoReturn:
-    if not isinstance(error, StoppedBySignal) or is_rank_zero():
+def exit_with(error: UserError) -> NoReturn:
+    """Print `error`, where no other process of the run does, and end with its code."""
+    is_told = not is_rank_zero() if isinstance(error, StoppedBySignal) else error.told
+    if is_told is None and local_rank() > 0:
+        time.sleep(SECONDS_TO_BE_ENDED)
+    if not is_told:
         print(f"error: {error.render()}", file=sys.stderr)
+    if isinstance(error, PeerLost):  # what is left of the process group cannot be taken down
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.exit_code)
     sys.exit(error.exit_code)

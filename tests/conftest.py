@@ -18,6 +18,7 @@ LONG = (
     "distributed/test_two_processes.py",
     "engines/test_vllm_answers.py",
     "engines/test_vllm.py",
+    "architectures/test_served.py",
 )
 
 

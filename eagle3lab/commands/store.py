@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     merge = commands.add_parser("merge", help="join the parts written with extract.num_parts")
     merge.set_defaults(run=_merge)
     merge.add_argument("whole", type=Path, help="the store to make")
-    merge.add_argument("parts", type=Path, nargs="+")
+    merge.add_argument("parts", type=Path, nargs="*", help="default: WHOLE.part*of* beside it")
 
     importing = commands.add_parser("import", help="sample files of speculators 0.3 to 0.9 -> a store")
     importing.set_defaults(run=_import)
@@ -214,11 +214,13 @@ def _check_counts(reader: StoreReader) -> None:
 
 
 def _merge(arguments: argparse.Namespace) -> None:
-    from eagle3lab.store.merge import merge_parts
+    from eagle3lab.store.merge import merge_parts, parts_beside
 
-    manifest = merge_parts(arguments.parts, arguments.whole)
+    whole = arguments.whole.absolute()
+    parts = arguments.parts or parts_beside(whole)
+    manifest = merge_parts(parts, whole)
     print(
-        f"joined {len(arguments.parts)} parts into {arguments.whole}: {manifest.num_rows:,} rows, "
+        f"joined {len(parts)} parts into {arguments.whole}: {manifest.num_rows:,} rows, "
         f"{manifest.num_tokens:,} tokens; checksums agree. The parts can be deleted"
     )
 

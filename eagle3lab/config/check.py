@@ -139,6 +139,8 @@ def _hardware(hardware: HardwareConfig) -> Iterator[Problem]:
     yield from _positive("hardware.num_threads", hardware.num_threads)
     yield from _positive("hardware.trials_per_node", hardware.trials_per_node)
     yield from _within("hardware.assumed_mfu", hardware.assumed_mfu, 0, 1, open_low=True)
+    for key in ("device_memory_gib", "peak_tflops", "memory_gb_per_second", "link_gb_per_second"):
+        yield from _positive(f"hardware.{key}", getattr(hardware, key), least=1e-3)
     if hardware.accelerator is Accelerator.cpu and hardware.attention is Attention.flex:
         yield Problem(
             "flex attention has no backward on CPU",

@@ -52,6 +52,10 @@ def register() -> None:
         store.store(name=f"{name}_schema", node=node)
     store.store(group="hydra/callbacks", name="eagle3lab", node={"sweep_start": _SWEEP_START})
     OmegaConf.register_new_resolver("run_stamp", run_stamp, replace=True)
+    # of launchers: training is one process a device, the engines of extraction start their own
+    OmegaConf.register_new_resolver(
+        "ranks_of", lambda entry, number: number if entry == "train" else 1, replace=True
+    )
 
 
 def _open_dictionaries(node: DictConfig, schema: type) -> None:
@@ -147,10 +151,15 @@ def _groups(root: type) -> list[str]:
 
 
 def command_line(entry: str, argv: Sequence[str]) -> list[str]:
-    """`argv` for Hydra. `evaluate.py draft=DIR` names a directory, which Hydra would take for the group `draft`."""
-    if entry != "evaluate":
+    """`argv` for Hydra, which would take `evaluate.py draft=DIR` for a group's option.
+
+    The experiments of `extract.py` are a group of their own: those of training name groups that it does not have.
+    """
+    meant = {"evaluate": ("draft", "draft_dir"), "extract": ("experiment", "experiment/extract")}
+    if entry not in meant:
         return list(argv)
-    return [re.sub(r"^(\+*)draft=", r"\1draft_dir=", word) for word in argv]
+    said, hydras = meant[entry]
+    return [re.sub(rf"^(\+*){said}=", rf"\1{hydras}=", word) for word in argv]
 
 
 def is_composition_error(error: Exception) -> bool:
@@ -264,6 +273,11 @@ def group_options(group: str) -> list[str]:
     return sorted(f.stem for f in (config_directory() / group).glob("*.yaml"))
 
 
+def options_of(group: str, entry: str) -> list[str]:
+    """Those that `entry` can use: most experiments are recipes for `train.py` alone."""
+    return group_options("experiment/extract" if (group, entry) == ("experiment", "extract") else group)
+
+
 def _missing_option(error: MissingConfigException, key: str, value: str) -> Problem:
     options = list(error.options or [])
     group = (error.missing_cfg_file or f"{key}/{value}").rpartition("/")[0] or key
@@ -271,6 +285,11 @@ def _missing_option(error: MissingConfigException, key: str, value: str) -> Prob
     if group in ("hydra/launcher", "hydra/sweeper") and wanted in _EXTRAS:
         return Problem(f"{wanted} is not installed", fix=f"pip install 'eagle3lab[{_EXTRAS[wanted]}]'")
     near = difflib.get_close_matches(wanted, options, n=1, cutoff=0.4)
+    if group == "experiment/extract":
+        group = "experiment"
+        if wanted in group_options(group):
+            said = f"one of {', '.join(options)}"
+            return Problem("the experiment is a recipe for train.py", wanted, said, f"{group}={options[0]}")
     return Problem(
         f"the group {group} has no option",
         wanted,

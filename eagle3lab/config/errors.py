@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 EXIT_USER_ERROR = 2
+EXIT_LOST = 1
 EXIT_STOPPED = 143  # 128 + SIGTERM, as a shell reports it
 
 
@@ -36,6 +37,7 @@ class UserError(Exception):
     """
 
     exit_code = EXIT_USER_ERROR
+    told: bool | None = None  # by another process of the run; None: they have not met
 
     def __init__(self, *problems: Problem | str) -> None:
         self.problems: tuple[Problem, ...] = tuple(
@@ -60,6 +62,12 @@ class StoppedBySignal(UserError):
     """Nobody's mistake: the run was told to end, saved what it had, and can go on from there."""
 
     exit_code = EXIT_STOPPED
+
+
+class PeerLost(UserError):
+    """Another process of the run failed or is no longer heard of; this one cannot go on without it."""
+
+    exit_code = EXIT_LOST
 
 
 def raise_all(problems: Sequence[Problem]) -> None:

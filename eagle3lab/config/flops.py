@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from .plan_sizes import widths_of
 from .schema import DraftConfig, Shapes, TrainingStep
 
 
@@ -97,11 +98,8 @@ def needed_flops(draft: DraftConfig, shapes: Shapes, num_aux: int, work: StepWor
     needed = work.needed if pruned else (work.tokens,) * len(steps)
     pairs = work.needed_pairs if pruned else (work.pairs,) * len(steps)
     losses = work.losses if pruned else (work.tokens,) * len(steps)
-    h, ffn = shapes.hidden_size, draft.intermediate_size or shapes.intermediate_size
-    head_dim = draft.head_dim or shapes.head_dim
-    q = (draft.num_heads or shapes.num_heads) * head_dim
-    kv = (draft.num_kv_heads or shapes.num_kv_heads) * head_dim
-    head = h * min(draft.vocab_size or shapes.vocab_size, shapes.vocab_size)
+    w = widths_of(draft, shapes)
+    h, ffn, q, kv, head = w.hidden, w.ffn, w.queries, w.keys, w.hidden * w.vocab
 
     total = (6.0 if draft.fc_norm or draft.norm_before_fc else 4.0) * num_aux * h * h * context
     for layer in range(draft.num_layers):

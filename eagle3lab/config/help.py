@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from omegaconf import OmegaConf
 
-from .compose import ROOTS, Check, config_directory, explain, group_options, try_compose
+from .compose import ROOTS, Check, config_directory, explain, options_of, try_compose
 
 TITLES = {
     "train": "Train an EAGLE-3 draft model on a hidden-state store.",
@@ -31,7 +31,7 @@ def help_text(entry: str, words: Sequence[str], check: Check) -> str:
         raise explain(error, entry, overrides, check)
     chosen = OmegaConf.to_yaml(cfg).rstrip()
     groups = [path.name for path in sorted(config_directory().iterdir()) if path.is_dir()]
-    own = [g for g in groups if g in vars(ROOTS[entry]()) or (g == "experiment" and entry == "train")]
+    own = [g for g in groups if g in vars(ROOTS[entry]()) or (g == "experiment" and entry != "evaluate")]
     own = [g for g in own if entry != "evaluate" or g != "draft"]
     return "\n".join(
         [
@@ -41,7 +41,7 @@ def help_text(entry: str, words: Sequence[str], check: Check) -> str:
             "",
             "Groups and their options:",
             "",
-            *(f"{group}: {', '.join(group_options(group))}" for group in own),
+            *(f"{group}: {', '.join(options_of(group, entry))}" for group in own),
             "",
             "Values (any can be given as KEY=VALUE; the groups above set many at once):",
             "",

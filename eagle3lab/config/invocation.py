@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -15,8 +15,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from . import names
+from .compose import options_of
 from .schema import DataConfig, ModelConfig, TrainRoot
-from .stamp import run_stamp
+from .stamp import launched_by, run_stamp
 
 _ENTRIES = ("train", "extract", "evaluate")
 
@@ -46,7 +47,7 @@ class Invocation:
         return cls(
             cwd=cwd,
             overrides=_as_typed(config),
-            choices=dict(config.runtime.choices),
+            choices={k.removesuffix("/extract"): v for k, v in config.runtime.choices.items()},
             sweep_dir=cwd / config.sweep.dir if sweeping else None,
             job_num=number or 0,
             config_flags=_config_flags(config),
@@ -66,13 +67,7 @@ class Invocation:
 
     def resume_command(self, run_dir: Path) -> str:
         """What to type to go on with a training run of this job, with the launcher it was started by."""
-        command = ["python", "train.py"]
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            nodes, processes = (
-                os.environ.get("GROUP_WORLD_SIZE", "1"),
-                os.environ.get("LOCAL_WORLD_SIZE", "1"),
-            )
-            command = ["torchrun", "--nnodes", nodes, "--nproc_per_node", processes, "train.py"]
+        command = [*launched_by(), "train.py"]
         set_here = ("run_dir", "resume", "outputs")
         kept = [word for word in self.overrides if word.split("=", 1)[0] not in set_here]
         return shlex.join([*command, *self.single_run_flags(), *kept, f"run_dir={run_dir}", "resume=true"])
@@ -108,6 +103,17 @@ def _config_flags(config: DictConfig) -> tuple[str, ...]:
     directory = ("-cd", str(given[0])) if given else ()
     name = config.job.config_name
     return (*directory, "-cn", str(name)) if name not in (None, *_ENTRIES) else directory
+
+
+def extract_command(words: Sequence[str]) -> str:
+    """The `extract.py` that writes the store which a `train.py` with these words reads by default."""
+    usable = options_of("experiment", "extract")
+    chosen = [
+        word
+        for word, (key, _, value) in ((word, word.partition("=")) for word in words)
+        if key.partition(".")[0] in ("model", "data", "hardware") or (key == "experiment" and value in usable)
+    ]
+    return " ".join(["python extract.py", *chosen])
 
 
 def absolute_model(model: ModelConfig, invocation: Invocation) -> ModelConfig:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from .errors import Problem, UserError
-from .plan import ExtractPlan, TrainPlan
-from .schema import HardwareConfig, SamplingConfig
+from .plan_extraction import SCRATCH_SHARE, ExtractPlan
+from .plan_training import TrainPlan
+from .schema import ExtractorConfig, HardwareConfig, SamplingConfig
+
+_NO_PEAK = "unknown (hardware.peak_tflops is not set)"
 
 
 def _amount(value: float | None, pattern: str, unknown: str) -> str:
@@ -15,7 +17,7 @@ def describe_training(
     plan: TrainPlan, hardware: HardwareConfig, choices: dict[str, str], run_name: str = ""
 ) -> str:
     """One line per need of a training run."""
-    no_peak = "unknown (hardware.peak_tflops is not set)"
+    unsure = "" if plan.from_store or plan.num_updates is None else " at most, before the store exists"
     lines = [
         "plan of a training run (nothing was started)",
         f"  run name             {run_name}",
@@ -23,18 +25,16 @@ def describe_training(
         f"  draft                {plan.size.trainable:,} trainable parameters, {plan.size.frozen:,} frozen, "
         f"vocabulary {plan.size.vocab_size:,}",
         f"  devices              {plan.num_devices} x {hardware.device_name or hardware.accelerator.value} "
-        f"({hardware.num_nodes} node{'s' if hardware.num_nodes > 1 else ''}), {hardware.precision.value}",
+        f"({hardware.num_nodes} node{'s' if hardware.num_nodes > 1 else ''}), {hardware.precision.value}, "
+        f"strategy {hardware.strategy.value}",
         f"  tokens per update    {plan.tokens_per_update:,} ({plan.accumulate} micro-batch"
         f"{'es' if plan.accumulate > 1 else ''} per device)",
-        f"  updates              {_amount(plan.num_updates, '{:,}', 'unknown until the store exists')}",
+        f"  updates              {_amount(plan.num_updates, '{:,}', 'unknown until the store exists')}{unsure}",
         f"  memory per device    {plan.total_gib:.1f} GiB of {_amount(plan.device_memory_gib, '{:.1f} GiB', 'unknown')}",
-    ]
-    lines += [f"      {gib:8.2f} GiB  {part}" for part, gib in plan.memory_gib.items()]
-    lines += [
-        f"  speed                {_amount(plan.tokens_per_second, '{:,.0f} tokens/s', no_peak)}"
-        + (f" at an assumed MFU of {hardware.assumed_mfu:.0%}" if plan.tokens_per_second else ""),
+        *_parts(plan.memory_gib),
+        f"  speed                {_speed(plan.tokens_per_second, hardware, plan.exchange_share)}",
         f"  read from the store  {plan.store_bytes_per_token:,} bytes per token, "
-        f"{_amount(plan.disk_gb_per_second, '{:.2f} GB/s', no_peak)}",
+        f"{_amount(plan.disk_gb_per_second, '{:.2f} GB/s', _NO_PEAK)}",
         f"  time                 {_amount(plan.hours, '{:.2f} h', 'unknown')}",
     ]
     return "\n".join(lines)
@@ -43,27 +43,63 @@ def describe_training(
 def describe_extraction(
     plan: ExtractPlan,
     hardware: HardwareConfig,
+    extract: ExtractorConfig,
     choices: dict[str, str],
     answers: SamplingConfig | None = None,
 ) -> str:
     """One line per need of an extraction; `answers`: how the verifier generates them first, if it does."""
-    no_peak = "unknown (hardware.peak_tflops is not set)"
+    used = sum(plan.memory_gib.values())
+    part = f"part {extract.part} of {extract.num_parts}, " if extract.num_parts > 1 else ""
     return "\n".join(
         [
             "plan of an extraction (nothing was started)",
             "  choices              " + "  ".join(f"{k}={v}" for k, v in choices.items()),
-            f"  verifier weights     {plan.weights_gib_per_device:.1f} GiB per device of "
-            f"{_amount(plan.device_memory_gib, '{:.1f} GiB', 'unknown')} "
-            f"(tensor parallel {hardware.engine.tensor_parallel})",
-            f"  tokens               {_amount(plan.num_tokens, 'at most {:,}', 'as many as the data hold')}",
+            f"  engine               {plan.data_parallel} of {plan.tensor_parallel} device"
+            f"{'s' if plan.tensor_parallel > 1 else ''} each (tensor parallel {plan.tensor_parallel}, "
+            f"data parallel {plan.data_parallel})",
+            f"  memory per device    {used:.1f} GiB before the cache, usable "
+            f"{_amount(plan.usable_gib, '{:.1f}', 'unknown')} of "
+            f"{_amount(plan.device_memory_gib, '{:.1f} GiB', 'unknown')}",
+            *_parts(plan.memory_gib),
+            *_cache_lines(plan),
+            f"  tokens               {part}{_amount(plan.num_tokens, 'at most {:,}', 'as many as the data hold')}",
             *([_describe_answers(answers)] if answers else []),
             f"  store                {_store_bytes(plan)}",
-            f"  speed                {_amount(plan.tokens_per_second, '{:,.0f} tokens/s', no_peak)}",
-            f"  write to the store   {_amount(plan.write_gb_per_second, '{:.2f} GB/s', no_peak)}",
+            f"  speed                {_speed(plan.tokens_per_second, hardware, plan.exchange_share)}",
+            f"  write to the store   {_amount(plan.write_gb_per_second, '{:.2f} GB/s', _NO_PEAK)}",
             f"  time                 {_amount(plan.hours, '{:.2f} h', 'unknown')}"
             + (" for the states, after the answers" if answers else ""),
         ]
     )
+
+
+def _parts(memory_gib: dict[str, float]) -> list[str]:
+    return [f"      {gib:8.2f} GiB  {part}" for part, gib in memory_gib.items()]
+
+
+def _speed(tokens_per_second: float | None, hardware: HardwareConfig, exchange_share: float) -> str:
+    if tokens_per_second is None:
+        return _NO_PEAK
+    text = f"{tokens_per_second:,.0f} tokens/s at an assumed MFU of {hardware.assumed_mfu:.0%}"
+    if exchange_share:
+        text += f", {exchange_share:.0%} of the time for sums over devices at {hardware.link_gb_per_second:g} GB/s"
+    return text
+
+
+def _cache_lines(plan: ExtractPlan) -> list[str]:
+    if not plan.cache_bytes_per_token:
+        return []
+    lines = []
+    if plan.cache_gib is not None:
+        lines = [
+            f"      {max(0.0, plan.cache_gib):8.2f} GiB  left for the cache: {plan.cache_bytes_per_token:,} bytes per "
+            f"token (keys, values and captured states), {plan.sequences_that_fit:,} rows of {plan.max_len:,} tokens"
+        ]
+    return [
+        *lines,
+        f"  states in flight     {plan.in_flight_gb:.1f} GB in /dev/shm or extract.scratch_dir (of "
+        f"{plan.in_flight_gb / SCRATCH_SHARE:.1f} GB free), as much again in main memory",
+    ]
 
 
 def _store_bytes(plan: ExtractPlan) -> str:
@@ -81,35 +117,4 @@ def _describe_answers(sampling: SamplingConfig) -> str:
         f"  answers              generated by the verifier first, at most {sampling.max_new_tokens:,} tokens each: "
         f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, "
         f"top_k {sampling.top_k or 'off'}, seed {sampling.seed}"
-    )
-
-
-def require_fit(plan: TrainPlan | ExtractPlan, hardware: HardwareConfig) -> None:
-    """Refuse a plan that the device memory cannot hold, with what would fit."""
-    if plan.fits:
-        return
-    if isinstance(plan, TrainPlan):
-        activations = plan.memory_gib["activations"] + plan.memory_gib["batches in flight"]
-        room = 0.95 * (plan.device_memory_gib or 0) - (plan.total_gib - activations)
-        share = room / activations if activations else 0.0
-        fix = (
-            f"train.seq_len at {share:.0%} of its value"
-            if share > 0.05
-            else "a narrower draft or a larger device"
-        )
-        raise UserError(
-            Problem(
-                f"the plan does not fit {hardware.name}",
-                f"{plan.total_gib:.1f} GiB per device",
-                f"at most 95 % of {plan.device_memory_gib:.1f} GiB",
-                fix,
-            )
-        )
-    raise UserError(
-        Problem(
-            f"the verifier does not fit {hardware.name}",
-            f"{plan.weights_gib_per_device:.1f} GiB of weights per device",
-            f"at most 90 % of {plan.device_memory_gib:.1f} GiB",
-            "hardware.engine.tensor_parallel=8 on a larger node, or a smaller model",
-        )
     )

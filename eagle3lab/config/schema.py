@@ -156,6 +156,9 @@ class Shapes:
     num_parameters: int = MISSING  # of the whole verifier, for engine memory in a plan
     num_active_parameters: int | None = None  # per token, in a mixture of experts
     bytes_per_parameter: float = 2.0  # as stored: bf16 2, fp8 1, int4 about 0.56
+    # of latent attention (MLA): the cache of a token, in each layer, is as wide as both together
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
 
 
 @dataclass
@@ -234,6 +237,8 @@ class HardwareConfig:
     device_memory_gib: float | None = None
     peak_tflops: float | None = None  # dense, in the precision above, of one device
     assumed_mfu: float = 0.4
+    memory_gb_per_second: float | None = None  # of one device, for the weights that every forward reads
+    link_gb_per_second: float | None = None  # of one device in a sum over all of them: nccl-tests' busbw
     environment: dict[str, str] = field(default_factory=dict)  # interconnect variables, set before start
     engine: EngineConfig = field(default_factory=EngineConfig)
     num_loader_threads: int = 0  # readers of the store in each training process; 0: read when needed

@@ -51,6 +51,31 @@ def is_rank_zero() -> bool:
     return True
 
 
+def launched_by() -> list[str]:
+    """The words that started this process and those beside it, on every node the same."""
+    environment = os.environ
+    if "TORCHELASTIC_RUN_ID" in environment:
+        nodes = environment.get("GROUP_WORLD_SIZE", "1")
+        words = ["torchrun", "--nnodes", nodes, "--nproc_per_node", environment.get("LOCAL_WORLD_SIZE", "1")]
+        if nodes == "1":
+            return words
+        place = f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
+        run_id = environment["TORCHELASTIC_RUN_ID"]
+        return [*words, "--rdzv_id", run_id, "--rdzv_backend", "c10d", "--rdzv_endpoint", place]
+    if environment.get("SLURM_NTASKS", "1") != "1" and not interactive_slurm():
+        return ["srun", "--kill-on-bad-exit=1", "python"]
+    return ["python"]
+
+
+def local_rank() -> int:
+    """This process's number among those of its node."""
+    for variable in ("LOCAL_RANK", "SLURM_LOCALID"):
+        value = os.environ.get(variable)
+        if value is not None and not (variable == "SLURM_LOCALID" and interactive_slurm()):
+            return int(value)
+    return 0
+
+
 def interactive_slurm() -> bool:
     """True in a shell that SLURM gave, where it starts no ranks."""
     return os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")

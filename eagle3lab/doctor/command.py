@@ -125,12 +125,12 @@ def _verifier(cfg: TrainRoot) -> Iterator[Check]:
 
 
 def _store(cfg: TrainRoot, words: Sequence[str]) -> Iterator[Check]:
+    from eagle3lab.config.invocation import extract_command
+
     from .store import check_store
     from .verifier import verifier_path
 
-    groups = ("model", "data", "hardware", "store")
-    chosen = [word for word in words if word.partition("=")[0].partition(".")[0] in groups]
-    command = " ".join(["python extract.py", *chosen])
+    command = " ".join([extract_command(words), *(word for word in words if word.startswith("store="))])
     return check_store(Path(str(cfg.store)), cfg.model, verifier_path(cfg.model), extract_command=command)
 
 

@@ -86,7 +86,9 @@ def _files(model: ModelConfig, located: list[Path]) -> str | Finding:
 def _facts(model: ModelConfig, path: Path) -> str | Finding:
     facts = read_facts(path)
     configured = {} if model.shapes is None else vars(model.shapes)
-    wrong = {k: v for k, v in configured.items() if hasattr(facts, k) and getattr(facts, k) != v}
+    wrong = {
+        k: v for k, v in configured.items() if v is not None and hasattr(facts, k) and getattr(facts, k) != v
+    }
     if wrong:
         found = [f"model.shapes.{k}={v}, config.json says {getattr(facts, k)}" for k, v in wrong.items()]
         return fail("\n".join(found), " ".join(f"model.shapes.{k}={getattr(facts, k)}" for k in wrong))

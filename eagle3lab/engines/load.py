@@ -9,11 +9,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 from transformers.utils import logging as transformers_logging
 
 from eagle3lab.config.errors import IntegrityError, Problem, UserError
 from eagle3lab.engines.base import first_line
+from eagle3lab.verifier.facts import read_json
+
+# Published with code of their own, written for transformers 4, and with the architecture of DeepSeek-V3, which
+# transformers has: that is taken, and their code is left alone even where it is trusted for the tokenizer.
+_DEEPSEEK_V3 = ("deepseek_v3", "kimi_k2")
+_AROUND_DEEPSEEK_V3 = {"kimi_k25": "language_model"}  # model type -> where its text part's weights are
 
 
 def load_causal_lm(
@@ -31,9 +37,18 @@ def load_causal_lm(
                 path,
                 local_files_only=True,
                 dtype=dtype,
-                trust_remote_code=trust_remote_code,
                 output_loading_info=True,
+                **(_as_deepseek_v3(path) or {"trust_remote_code": trust_remote_code}),
+                **_without_kernels(path, device),
             )
+        except ImportError as error:  # of a quantised form, for one
+            raise UserError(
+                Problem(
+                    f"transformers needs a package for this verifier ({first_line(error)})",
+                    str(path),
+                    fix="install it, or another back end: extract.backend=vllm",
+                )
+            ) from error
         except (OSError, ValueError) as error:
             raise UserError(
                 Problem(
@@ -54,7 +69,35 @@ def load_causal_lm(
             )
         )
     find_layers(model, num_layers)
+    if dtype is torch.float32:  # what was unpacked from a quantised form is bf16, whatever was asked for
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float()
     return model.to(device).eval().requires_grad_(False)
+
+
+def _as_deepseek_v3(path: Path) -> dict[str, Any] | None:
+    """How to load the text model of a checkpoint that holds a DeepSeek-V3; None for any other."""
+    written = read_json(path, "config.json")
+    kind = written.get("model_type")
+    how: dict[str, Any] = {"trust_remote_code": False}
+    if kind in _AROUND_DEEPSEEK_V3:
+        # the vision tower is not read: a verifier's rows are text
+        how["key_mapping"] = {rf"^{_AROUND_DEEPSEEK_V3[kind]}\.": ""}
+        written = written.get("text_config", {})
+    if written.get("model_type") not in _DEEPSEEK_V3:
+        return None
+    values = {k: v for k, v in written.items() if k not in ("model_type", "auto_map", "architectures")}
+    config = AutoConfig.for_model("deepseek_v3", **values)
+    config.model_type = "deepseek_v3"  # vLLM, once it read a Kimi-K2 in this process, has renamed the class's
+    return {**how, "config": config}
+
+
+def _without_kernels(path: Path, device: str) -> dict[str, Any]:
+    """MXFP4 experts (gpt-oss) are unpacked on the CPU: their kernels are for GPUs. The values are the same."""
+    quantised = read_json(path, "config.json").get("quantization_config") or {}
+    if device != "cpu" or quantised.get("quant_method") != "mxfp4":
+        return {}
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
 def find_layers(model: Any, num_layers: int) -> tuple[nn.Module, nn.ModuleList]:

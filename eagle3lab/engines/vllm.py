@@ -19,6 +19,7 @@ from eagle3lab.engines.process_state import remember_process
 from eagle3lab.engines.turns import Backlog
 from eagle3lab.engines.vllm_capabilities import installed_version, require_vllm
 from eagle3lab.engines.vllm_cpu_sampling import mend_sampler
+from eagle3lab.engines.vllm_cpu_start import mend_start
 from eagle3lab.engines.vllm_decode import DecodedPass, DecodeRequest, decode_pass
 from eagle3lab.engines.vllm_files import drop_files, file_of
 from eagle3lab.engines.vllm_settings import VllmSettings
@@ -48,8 +49,10 @@ class VllmRunner:
             raise
         import vllm
 
-        if settings.device == "cpu" and settings.decoding is not None:
-            mend_sampler()
+        if settings.device == "cpu":
+            mend_start()
+            if settings.decoding is not None:
+                mend_sampler()
         self.settings = settings
         self._calls = 0
         self._dead: str | None = None

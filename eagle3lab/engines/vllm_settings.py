@@ -14,6 +14,11 @@ DECODE_SEQUENCES = 512  # the most that CUDA graphs are captured for by default
 DECODE_BATCH_TOKENS = 8192
 START_SECONDS = 1800.0  # large checkpoints from slow disks
 MLA_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
+# Whose layers vLLM's own implementation gives no states of (0.26 to 0.32): it runs those of transformers instead.
+BY_TRANSFORMERS = {
+    "Gemma3ForCausalLM": "TransformersForCausalLM",
+    "Glm4MoeForCausalLM": "TransformersMoEForCausalLM",
+}
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class VllmSettings:
     tensor_parallel: int = 1
     memory_share: float = 0.9
     trust_remote_code: bool = False
+    architecture: str = ""  # as config.json names it
     start_seconds: float = START_SECONDS
     least_tokens_per_second: float = 20.0  # slower than this is a hang
     least_seconds: float = 300.0
@@ -91,7 +97,10 @@ class VllmSettings:
             "gpu_memory_utilization": self.memory_share,
             "max_model_len": self.model_len,
             "disable_log_stats": True,
+            "language_model_only": True,  # rows are text: no vision tower is loaded
         }
+        if overrides := architecture_overrides(self.architecture):
+            arguments["hf_overrides"] = overrides
         if self.decoding is not None:
             arguments |= self._for_decoding(self.decoding)
         else:
@@ -182,6 +191,10 @@ class VllmSettings:
             variables["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # the one token more is never fed to the model
         if self.device == "cpu":
             variables["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
+            if self.on_cpu_with_latent_attention and self.decoding is not None:
+                # no block size of the cache suits the kernel for it and that for a draft's attention: the verifier's
+                # is computed in full, without a draft too, so that the two engines that are compared are alike
+                variables["VLLM_MLA_DISABLE"] = "1"
             if self.tensor_parallel == 1:
                 variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             else:
@@ -190,3 +203,8 @@ class VllmSettings:
                 groups = [cpus[i * share : (i + 1) * share] for i in range(self.tensor_parallel)]
                 variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, g)) for g in groups)
         return variables
+
+
+def architecture_overrides(architecture: str) -> dict[str, list[str]]:
+    """What vLLM must be told of config.json to give this verifier's states; not `model_impl`, the draft's too."""
+    return {"architectures": [BY_TRANSFORMERS[architecture]]} if architecture in BY_TRANSFORMERS else {}

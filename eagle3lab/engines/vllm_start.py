@@ -81,6 +81,7 @@ def _settings(request: EngineRequest, layer_ids: tuple[int, ...], scratch: Path 
         tensor_parallel=request.parallel.tensor_parallel,
         memory_share=request.parallel.memory_share,
         trust_remote_code=request.model.trust_remote_code,
+        architecture=request.facts.architecture,
     )
 
 

@@ -80,7 +80,7 @@ class CaptureExtension:
 
         runner.execute_model = execute_model
         recorder.undo.append(lambda: delattr(runner, "execute_model"))
-        embedding = decoder.embed_tokens.register_forward_pre_hook(
+        embedding = embedding_of(decoder).register_forward_pre_hook(
             lambda _module, args: recorder.add(TOKEN_IDS, args[0])
         )
         norm = decoder.norm.register_forward_hook(
@@ -115,6 +115,8 @@ class _Recorder:
 
     def add(self, name: str, tensor: Tensor) -> None:
         if self.num_tokens:
+            if tensor.ndim > (1 if name == TOKEN_IDS else 2):  # transformers' layers: a batch of one
+                tensor = tensor[0]
             part = tensor[: self.num_tokens].detach().to("cpu", copy=True)
             self.parts.setdefault(name, []).append(part.contiguous())
 
@@ -138,11 +140,16 @@ def _layer_hook(recorder: _Recorder, layer_id: int) -> Callable[[Any, Any, Any],
 
 
 def find_decoder(model: Any) -> Any:
-    """The module with `layers`, `norm` and `embed_tokens`, inside whatever wraps it.
+    """The module with `layers`, `norm` and an embedding, inside whatever wraps it.
 
     Raises AttributeError when there is none.
     """
     for module in model.modules():
-        if all(hasattr(module, name) for name in ("layers", "norm", "embed_tokens")):
+        if all(hasattr(module, name) for name in ("layers", "norm")) and embedding_of(module) is not None:
             return module
-    raise AttributeError(f"no decoder with layers, norm and embed_tokens in {type(model).__name__}")
+    raise AttributeError(f"no decoder with layers, norm and an embedding in {type(model).__name__}")
+
+
+def embedding_of(decoder: Any) -> Any:
+    """The embedding under the names that decoders have for it; gpt-oss's is the second. None without one."""
+    return getattr(decoder, "embed_tokens", None) or getattr(decoder, "embedding", None)

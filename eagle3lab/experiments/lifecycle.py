@@ -22,12 +22,26 @@ from eagle3lab.store.manifest import Manifest
 from eagle3lab.store.trained_on import TRAINED_ON_FILE
 
 from .plots import plot_curves
-from .provenance import collect
+from .provenance import collect, package_versions
 from .run_dir import CONFIG, PROVENANCE, SUMMARY, claim, write_json
 from .tracking import WandbTracker, build_wandb
 
 if TYPE_CHECKING:
     from eagle3lab.draft.speculators_model import Eagle3DraftModel
+
+
+def shared_facts(cfg: TrainRoot, invocation: Invocation, manifest: Manifest) -> dict[str, str]:
+    """What every process of a run must have alike, whatever node it is on."""
+    return {
+        "run_dir": str(cfg.run_dir),
+        "store (by its manifest's hash)": _hash(manifest),
+        "command": " ".join(invocation.overrides),
+        "installation": ", ".join(f"{name} {version}" for name, version in package_versions().items()),
+    }
+
+
+def _hash(manifest: Manifest) -> str:
+    return hashlib.sha256(manifest.to_json().encode()).hexdigest()
 
 
 def begin_run(cfg: TrainRoot, invocation: Invocation, run_dir: Path, manifest: Manifest) -> dict[str, Any]:
@@ -36,7 +50,7 @@ def begin_run(cfg: TrainRoot, invocation: Invocation, run_dir: Path, manifest: M
     provenance = collect(overrides=invocation.overrides, choices=invocation.choices)
     provenance["store"] = {
         "path": str(cfg.store),
-        "manifest_hash": hashlib.sha256(manifest.to_json().encode()).hexdigest(),
+        "manifest_hash": _hash(manifest),
         "weight_fingerprint": manifest.verifier.weight_fingerprint,
         "tokenizer_hash": manifest.tokenizer_hash,
         "template_hash": manifest.template_hash,

@@ -23,6 +23,7 @@ from eagle3lab.config.check import CHECKS
 from eagle3lab.config.errors import Problem, UserError, raise_all
 from eagle3lab.config.invocation import Invocation, named
 from eagle3lab.config.names import is_silent
+from eagle3lab.config.overruled import overruled
 from eagle3lab.config.schema import TrainRoot
 from eagle3lab.config.stamp import is_rank_zero
 from eagle3lab.config.sweep_grid import load_trial, trials_of
@@ -110,10 +111,11 @@ def _checked(config: DictConfig, entry: str, grid: Sequence[Sequence[str]]) -> l
         trial = load_trial(config, overrides)
         with open_dict(trial.hydra):
             trial.hydra.mode = config.hydra.mode
+        invocation = Invocation.of(trial.hydra, number)
         root, found = compose.to_typed(trial, compose.ROOTS[entry])
+        found += overruled(trial, invocation.overrides, compose.config_directory())
         found = [*found, *(CHECKS[entry](root) if root is not None else [])]
         problems |= {str(problem): problem for problem in found}
-        invocation = Invocation.of(trial.hydra, number)
         if root is not None and not found:
             typed.append((named(root, invocation) if isinstance(root, TrainRoot) else root, invocation))
     raise_all(list(problems.values()))

@@ -15,7 +15,7 @@ from typing import Any
 from eagle3lab.config.errors import Problem, StoppedBySignal, UserError
 from eagle3lab.config.invocation import Invocation, named
 from eagle3lab.config.names import is_silent
-from eagle3lab.config.schema import TrainRoot
+from eagle3lab.config.schema import EvaluateRoot, ExtractRoot, TrainRoot
 from eagle3lab.config.selection import SIMULATED
 from eagle3lab.config.stamp import is_rank_zero
 
@@ -108,7 +108,7 @@ def run_trial(
 
 def _run(cfg: Any, run: Run, invocation: Invocation) -> float | None:
     """The trial in this process, or in one of its own where it is several processes."""
-    if not isinstance(cfg, TrainRoot):
+    if not isinstance(cfg, (TrainRoot, ExtractRoot, EvaluateRoot)):
         return run(cfg, invocation)
     import torch
 
@@ -117,6 +117,8 @@ def _run(cfg: Any, run: Run, invocation: Invocation) -> float | None:
     sweep_dir = invocation.sweep_dir
     assert sweep_dir is not None
     cfg.hardware = share_of_node(cfg.hardware, sweep_dir, torch.cuda.device_count)
+    if not isinstance(cfg, TrainRoot):
+        return run(cfg, invocation)
     devices = num_unstarted(cfg.hardware, torch.cuda.device_count)
     if devices is None:
         return run(cfg, invocation)

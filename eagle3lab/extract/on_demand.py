@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from eagle3lab.config.errors import UserError
-from eagle3lab.config.invocation import Invocation, default_store
+from eagle3lab.config.invocation import Invocation, default_store, extract_command
 from eagle3lab.config.schema import ExtractorConfig, TrainRoot
 from eagle3lab.config.stamp import is_rank_zero
 from eagle3lab.engines.devices import resolve_hardware
@@ -23,11 +23,7 @@ ON_DEMAND_SECONDS = 600.0  # what the other ranks wait for rank 0
 def open_store(cfg: TrainRoot, invocation: Invocation) -> StoreReader:
     """The run's store; the tiny verifier's default one is made here when it is missing."""
     path = Path(str(cfg.store))
-    command = "python extract.py " + " ".join(
-        word
-        for word in invocation.overrides
-        if word.partition("=")[0].partition(".")[0] in ("model", "data", "hardware")
-    )
+    command = extract_command(invocation.overrides)
     default = path == default_store(cfg.model, cfg.data, invocation)
     seconds_only = cfg.model.extract_on_demand and not cfg.data.regenerate
     if seconds_only and default and not is_complete(path):
@@ -39,7 +35,7 @@ def open_store(cfg: TrainRoot, invocation: Invocation) -> StoreReader:
         else:
             _wait_for(lambda: is_complete(path), ON_DEMAND_SECONDS, f"rank 0 to finish the store {path}")
     suffix = "" if default else f" store={path}"
-    return StoreReader(path, extract_command=f"{command.strip()}{suffix}")
+    return StoreReader(path, extract_command=f"{command}{suffix}")
 
 
 def prepare_stores(trials: Sequence[tuple[TrainRoot, Invocation]]) -> None:

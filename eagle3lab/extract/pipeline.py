@@ -228,7 +228,7 @@ def _open_existing(
 def _part_line(whole: Path, part: int, num_parts: int, num_rows: int, num_all: int) -> str:
     return (
         f"part {part} of {num_parts}: {num_rows:,} of {num_all:,} rows. When all parts are there, join them: "
-        f"python -m eagle3lab store merge {whole} {whole}.part*of{num_parts}"
+        f"python -m eagle3lab store merge {whole}"
     )
 
 

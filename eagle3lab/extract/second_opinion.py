@@ -21,6 +21,7 @@ from eagle3lab.extract.reference import Reference
 from eagle3lab.verifier.facts import VerifierFacts
 from eagle3lab.verifier.weights import EdgeWeights
 
+_PACKED = {"I32": 8, "U8": 2}  # 4-bit values in an element: compressed-tensors' and MXFP4's
 ROOM = 1.2  # free bytes per byte of weights that a second load may need
 
 
@@ -29,17 +30,26 @@ def reference_fits(path: Path, dtype: torch.dtype, device: str) -> bool:
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     if "quantization_config" in config or "quantization_config" in config.get("text_config", {}):
         return False
+    return forward_fits(path, dtype, device)
+
+
+def forward_fits(path: Path, dtype: torch.dtype, device: str) -> bool:
+    """Whether the verifier's weights, unpacked where they are quantised, have room in what is free."""
     return weight_bytes(path, dtype) * ROOM <= free_bytes(device)
 
 
 def weight_bytes(path: Path, dtype: torch.dtype) -> int:
-    """Bytes of all weights in `dtype`, from the headers of the safetensors files."""
+    """Bytes of all weights in `dtype`, from the headers of the safetensors files; packed ones count unpacked."""
     total = 0
     for file in sorted(path.glob("*.safetensors")):
         with open(file, "rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))
-        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        total += sum(
+            math.prod(entry["shape"]) * _PACKED.get(entry["dtype"], 1)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        )
     return total * dtype.itemsize
 
 

@@ -12,7 +12,9 @@ from eagle3lab.config.errors import IntegrityError, Problem, UserError
 from eagle3lab.engines.base import Engine, States, check_states
 from eagle3lab.extract.alignment import SelfTestReport, Tolerance, measure, tolerance_for
 from eagle3lab.extract.diagnose import diagnose
+from eagle3lab.extract.next_tokens import measure_next_tokens, require_next_tokens
 from eagle3lab.extract.reference import Reference, reference_forward
+from eagle3lab.extract.second_opinion import forward_fits
 from eagle3lab.store.fp8 import FP8, dequantize, quantize
 from eagle3lab.store.last_states import kept_positions
 from eagle3lab.store.reader import StoreReader
@@ -76,12 +78,17 @@ def as_stored(states: Tensor, store_dtype: torch.dtype, hidden_size: int) -> Ten
 def self_test_line(
     reader: StoreReader, facts: VerifierFacts, *, num_rows: int, device: str, trust_remote_code: bool
 ) -> str:
-    """`self_test_store` at the start of a training, in a line; without rows it says what goes unnoticed."""
+    """`self_test_store` at the start of a training, in a line; without rows it says what goes unnoticed.
+
+    A verifier without room on the device is not loaded: the last states are held against the tokens alone.
+    """
     if not num_rows:
         return (
             "alignment self-test: SWITCHED OFF (train.self_test=false); a store taken one layer off would not be "
             "noticed"
         )
+    if not forward_fits(facts.path, torch.float32, device):
+        return f"alignment self-test without a forward pass, for which there is no room, passed: {_by_tokens(reader, facts, num_rows)}"
     report = self_test_store(
         reader,
         facts.path,
@@ -91,6 +98,23 @@ def self_test_line(
         trust_remote_code=trust_remote_code,
     )
     return f"alignment self-test passed: {report}"
+
+
+def _by_tokens(reader: StoreReader, facts: VerifierFacts, num_rows: int) -> str:
+    """The figures of `next_tokens`, and what they leave open. Raises IntegrityError as `self_test_store`."""
+    samples, kept = _sample(reader, num_rows)
+    edge = load_edge_weights(facts, parts=("head", "norm"))
+    eps, vocab_size = facts.rms_norm_eps, facts.vocab_size
+    found = measure_next_tokens(samples, kept, edge, eps=eps, vocab_size=vocab_size)
+    require_next_tokens(found, where=f"store {reader.path}", fix=_fix(reader))
+    return f"{found}. Aux layers were tested when they were extracted (logs/extract.json of the store)"
+
+
+def _fix(reader: StoreReader) -> str:
+    return (
+        f"model.path=DIRECTORY of the checkpoint that wrote it ({reader.manifest.verifier.name}), or write "
+        "another store: python extract.py store=NEW_DIRECTORY"
+    )
 
 
 def self_test_store(
@@ -133,8 +157,7 @@ def self_test_store(
         load_edge_weights(facts, parts=("head", "norm")),
         tolerance_for(compute, STORE_DTYPES[manifest.dtype]),
         where=f"store {reader.path}",
-        fix=f"model.path=DIRECTORY of the checkpoint that wrote it ({manifest.verifier.name}), or write "
-        "another store: python extract.py store=NEW_DIRECTORY",
+        fix=_fix(reader),
         last_kept=last_kept,
     )
 

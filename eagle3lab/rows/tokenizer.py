@@ -80,13 +80,22 @@ def load_tokenizer(model: ModelConfig, path: Path) -> Tokenizer:
 
 
 def _load_problem(directory: Path, model: ModelConfig, error: Exception) -> Problem:
-    if "trust_remote_code" in str(error) and not model.trust_remote_code:
+    if not model.trust_remote_code and ("trust_remote_code" in str(error) or _brings_code(directory)):
         what = "the tokenizer comes with code of its own, which is not run unless allowed"
         return Problem(what, str(directory), "a decision of yours", "model.trust_remote_code=true")
     detail = f"{directory}: {type(error).__name__}: {error}"
     return Problem(
         "cannot load the tokenizer", detail, "a Hugging Face tokenizer", "model.tokenizer=DIRECTORY"
     )
+
+
+def _brings_code(directory: Path) -> bool:
+    """Whether the tokenizer names a class of its own: transformers may fail at the model's configuration before."""
+    try:
+        settings = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+        return "AutoTokenizer" in settings.get("auto_map", {})
+    except (OSError, ValueError, AttributeError):  # the error that is being explained says more
+        return False
 
 
 def _read_template(spec: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Sequence
@@ -25,6 +26,18 @@ def part_directory(store: Path, part: int, num_parts: int) -> Path:
     return store if num_parts == 1 else store.with_name(f"{store.name}.part{part}of{num_parts}")
 
 
+def parts_beside(whole: Path) -> list[Path]:
+    """The directories that `part_directory` names for a store, those that are there.
+
+    Raises UserError when there is none.
+    """
+    found = sorted(whole.parent.glob(f"{glob.escape(whole.name)}.part*of*"))
+    if not found:
+        expected = f"{part_directory(whole, 0, 2).name} and so on, written with extract.num_parts"
+        raise UserError(Problem("there are no parts of this store", str(whole), expected))
+    return found
+
+
 def merge_parts(parts: Sequence[Path], whole: Path) -> Manifest:
     """Place the shards of all parts in `whole`, by hard link where the file system allows, else by copy.
 
@@ -35,7 +48,7 @@ def merge_parts(parts: Sequence[Path], whole: Path) -> Manifest:
     that is something else; IntegrityError for a part that is not what it says.
     """
     manifests = [_read_part(path) for path in parts]
-    _check_parts(parts, manifests)
+    _check_parts(parts, manifests, whole)
     entries: dict[int, tuple[Path, ShardEntry]] = {}
     for path, manifest in zip(parts, manifests, strict=True):
         for entry in _read_entries(path, manifest):
@@ -70,7 +83,7 @@ def _read_part(path: Path) -> Manifest:
     return read_manifest(path)
 
 
-def _check_parts(parts: Sequence[Path], manifests: Sequence[Manifest]) -> None:
+def _check_parts(parts: Sequence[Path], manifests: Sequence[Manifest], whole: Path) -> None:
     first, problems = manifests[0], []
     for path, manifest in zip(parts, manifests, strict=True):
         if not manifest.complete:
@@ -90,8 +103,18 @@ def _check_parts(parts: Sequence[Path], manifests: Sequence[Manifest]) -> None:
         missing = sorted(set(wanted) - set(given))
         doubled = sorted({part for part in given if given.count(part) > 1})
         words = [f"missing: {missing}"] * bool(missing) + [f"given twice: {doubled}"] * bool(doubled)
+        fixes = [
+            f"extract.part={part} extract.num_parts={first.num_parts}, which writes "
+            f"{part_directory(whole, part, first.num_parts).name}"
+            for part in missing
+        ]
         problems.append(
-            Problem(f"parts of {first.num_parts} ({', '.join(words)})", sorted(given), f"{wanted}")
+            Problem(
+                f"parts of {first.num_parts} ({', '.join(words)})",
+                sorted(given),
+                f"{wanted}",
+                "\n         ".join(fixes),
+            )
         )
     raise_all(problems)
 

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.config.schema import HardwareConfig, TrainerConfig
 from eagle3lab.config.stamp import interactive_slurm
 
+from .peers import meet
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.environments import ClusterEnvironment
+
 
 def num_replicas(hardware: HardwareConfig) -> int:
     """Training processes over all nodes. `hardware` is resolved: `num_devices` is a number.
 
-    Raises `UserError` when torchrun or SLURM started another number of processes than `hardware` says: the
-    plan of the run would be made for ranks that do not exist.
+    Raises `UserError` when torchrun or SLURM started another number of processes than `hardware` says, or when
+    nothing started those of several nodes: the plan of the run would be made for ranks that do not exist.
     """
     assert hardware.num_devices is not None, "hardware must be resolved first"
     devices = hardware.num_devices
     launcher, on_node, in_all = _started()
+    if not launcher and hardware.num_nodes > 1:
+        raise UserError(
+            Problem(
+                "hardware.num_nodes: this command starts the processes of its own node alone",
+                hardware.num_nodes,
+                "torchrun on every node, or srun",
+                f"torchrun --nnodes {hardware.num_nodes} --nproc_per_node {devices} --rdzv_id NAME "
+                "--rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29400 train.py ..., or hardware.num_nodes=1",
+            )
+        )
     if on_node is not None and on_node != devices:
         raise UserError(
             Problem(
@@ -39,7 +55,37 @@ def num_replicas(hardware: HardwareConfig) -> int:
                 else f"{devices} processes on every node",
             )
         )
+    if launcher == "SLURM" and on_node is None and in_all != 1:
+        raise UserError(
+            Problem(
+                "SLURM was told how many tasks to start, but not how many on each node",
+                f"--ntasks={in_all}",
+                "SLURM_NTASKS_PER_NODE in the environment",
+                f"srun --nodes={hardware.num_nodes} --ntasks-per-node={devices}",
+            )
+        )
     return devices * hardware.num_nodes
+
+
+def meet_others() -> None:
+    """Find the other processes that torchrun or SLURM started; those of this command itself do not exist yet."""
+    launcher, _, _ = _started()
+    if launcher:
+        from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+
+        meet_in(TorchElasticEnvironment() if launcher == "torchrun" else SLURMEnvironment())
+
+
+def meet_in(environment: ClusterEnvironment) -> bool:
+    """Find the other processes where Lightning's `environment` says that they are; see `peers.meet`."""
+    return meet(
+        rank=environment.global_rank(),
+        world_size=environment.world_size(),
+        node=environment.node_rank(),
+        local_rank=environment.local_rank(),
+        address=environment.main_address,
+        port=environment.main_port,
+    )
 
 
 def _started() -> tuple[str, int | None, int | None]:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from eagle3lab.config.loss_text import describe_loss
 from eagle3lab.config.noise import describe_noise
-from eagle3lab.config.plan import TrainPlan
-from eagle3lab.config.schema import HeadStart, OptimConfig, OptimKind, TrainRoot, VerifierSource
+from eagle3lab.config.plan_training import TrainPlan
+from eagle3lab.config.schema import HeadStart, ModelConfig, OptimConfig, OptimKind, TrainRoot, VerifierSource
 from eagle3lab.data.domains import MAX_DOMAINS, Domains
+from eagle3lab.engines.vllm_settings import architecture_overrides
 
 from .console import domain_lines, share_text, short
 from .datamodule import Eagle3DataModule
@@ -92,9 +93,14 @@ def _optimizer_text(optim: OptimConfig) -> str:
 
 
 def closing_lines(
-    cfg: TrainRoot, summary: TrainingSummary, run_dir: Path, exported_update: int, model_option: str
+    cfg: TrainRoot,
+    summary: TrainingSummary,
+    run_dir: Path,
+    exported_update: int,
+    model_option: str,
+    architecture: str,
 ) -> str:
-    """What came out, and what to type next."""
+    """What came out, and what to type next. `architecture`: the verifier's, as its config.json names it."""
     best = summary.best_validation or summary.last_validation
     model = f"model={model_option}"
     if cfg.model.source is VerifierSource.local:
@@ -126,7 +132,15 @@ def closing_lines(
     if real is not None:
         lines.append(f"real acceptance length {real:.3f} (by decoding the prompts of train.acceptance)")
     lines += [
-        f"serve     vllm serve {cfg.model.path or 'VERIFIER'} --speculative-config '{serve}'",
+        f"serve     vllm serve {cfg.model.path or 'VERIFIER'} --speculative-config '{serve}'"
+        + _engine_options(cfg.model, architecture),
         f"evaluate  python evaluate.py draft={run_dir / 'draft'} {model}",
     ]
     return "\n".join(lines)
+
+
+def _engine_options(model: ModelConfig, architecture: str) -> str:
+    """What this verifier needs of vLLM beside the draft."""
+    options = " --trust-remote-code" if model.trust_remote_code else ""
+    overrides = architecture_overrides(architecture)
+    return options + (f" --hf-overrides '{json.dumps(overrides)}'" if overrides else "")

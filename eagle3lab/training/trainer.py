@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, Strategy
@@ -32,8 +34,9 @@ from .interval_log import IntervalLog
 from .metrics import metric_names
 from .milestones import Milestones
 from .module import Eagle3Module
+from .peers import agree, set_resume_command
 from .real_acceptance import Measure, RealAcceptance
-from .replicas import num_replicas
+from .replicas import meet_in, num_replicas
 from .roofline import Speedometer, find_limit
 from .selection import Selection
 from .sharding import ShardedStrategy
@@ -48,6 +51,17 @@ class RunProgressBar(RichProgressBar):
 
     def _get_train_description(self, current_epoch: int) -> str:
         return "packs"
+
+
+class MeetOthers(Callback):
+    """Where this command starts its other processes itself, they exist from here on."""
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        if trainer.world_size == 1 or not meet_in(trainer.strategy.cluster_environment):
+            return
+        for thread in threading.enumerate():
+            if isinstance(thread, _ChildProcessObserver):  # kills this process, too, before it can say why
+                thread._run = lambda: True
 
 
 def fit(
@@ -89,6 +103,7 @@ def fit(
     directory = run_dir / CHECKPOINTS
     point = find_resume_point(directory) if resume else None
     start = point.num_updates if point else 0
+    agree({"checkpoint": f"{point.path.name} of update {start}" if point else "none"})
 
     milestones, clock = Milestones.of(plan, train), TrainClock()
     selection = Selection(train.select_by, train.early_stopping)
@@ -100,12 +115,13 @@ def fit(
     speed = Speedometer(plan.num_replicas, hardware.peak_tflops, needed_flops)
     log = IntervalLog(milestones, clock, print_line, speed, real)
     checkpoints = Checkpoints(directory, milestones, log, clock, selection, resumed=point, about=about)
+    set_resume_command(lambda: resume_command if checkpoints.saved_update else "")
     with quiet_lightning():
         trainer = build_trainer(
             hardware,
             run_dir,
             loggers=[csv_log, *loggers],
-            callbacks=[log, checkpoints, StopOnSignal(log, checkpoints, resume_command)],
+            callbacks=[MeetOthers(), log, checkpoints, StopOnSignal(log, checkpoints, resume_command)],
             validate=validate,
             validate_untrained=train.validate_untrained and point is None,
         )

@@ -93,6 +93,8 @@ class VerifierFacts:
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
     config_hash: str
+    kv_lora_rank: int | None = None  # of latent attention, for the size of its cache
+    qk_rope_head_dim: int | None = None
 
 
 class _Keys:
@@ -176,6 +178,8 @@ def read_facts(path: Path) -> VerifierFacts:
         eos_token_ids=_union([part.get("eos_token_id") for part in (text, config, generation)]),
         pad_token_id=_first(*(part.get("pad_token_id") for part in ids)),
         config_hash=_canonical_hash(config),
+        kv_lora_rank=text.get("kv_lora_rank"),
+        qk_rope_head_dim=text.get("qk_rope_head_dim"),
     )
     raise_all(keys.problems)
     return facts

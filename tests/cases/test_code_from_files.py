@@ -18,7 +18,7 @@ from ..warm import ROOT, WarmPython
 
 CASE = Path(__file__).parent / "SEC-02"
 RENAMED = {"data.path": "data.paths=[{}]", "model.tokenizer": "model.tokenizer={}"}
-NEEDS_OWN_CODE = {"kimi_k25_int4.yaml"}  # its published tokenizer is Python code
+NEEDS_OWN_CODE = {"kimi_k2.yaml", "kimi_k25_int4.yaml"}  # its published tokenizer is Python code
 
 
 def run(

@@ -23,6 +23,7 @@ RECIPES = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 # what a machine of this size needs; everything else is the recipe's
 SMALL = [
     "model=tiny",
+    "data=demo",
     "hardware=cpu",
     "train.seq_len=256",
     "train.tokens_per_update=null",

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -54,17 +55,25 @@ def tree(store: Path) -> dict[str, bytes]:
     }
 
 
-def test_parts_made_by_multirun_join_to_the_bytes_of_one_run(
-    run_command: Callable, workspace: Path, store: Path
+def test_the_page_on_nodes_gives_the_commands_that_make_the_bytes_of_one_run(
+    run_command: Callable, workspace: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = ("extract.num_parts=3", "extract.part=range(3)")
-    done = run_command("extract.py", "-m", *EXTRACT, "store=joined", *parts)
+    monkeypatch.chdir(workspace)
+    page = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
+    lines = [shlex.split(line) for line in page.splitlines() if line.startswith("    python")]
+    (extract,) = [words[2:] for words in lines if words[1] == "extract.py"]
+    stores = [words[4:] for words in lines if words[1:4] == ["-m", "eagle3lab", "store"]]
+    assert [words[0] for words in stores] == ["merge", "verify"]
+    done = run_command("extract.py", *extract)
     assert done.stdout.count("python -m eagle3lab store merge") == 3
-    paths = [workspace / f"joined.part{part}of3" for part in range(3)]
-    assert "joined 3 parts" in command("merge", workspace / "joined", *paths).stdout
+    printed = [command(*words).stdout for words in stores]
+    assert "joined 3 parts" in printed[0]
     assert tree(workspace / "joined") == tree(store)
-    refused = command("merge", workspace / "again", *paths[:2], expect=2)
-    assert refused.stderr.startswith("error: parts of 3 (missing: [2])")
+    shutil.rmtree(workspace / "joined.part2of3")
+    refused = command("merge", "again", "joined.part0of3", "joined.part1of3", expect=2).stderr
+    assert refused.startswith("error: parts of 3 (missing: [2])")
+    assert "extract.part=2 extract.num_parts=3, which writes again.part2of3" in refused
+    assert "there are no parts of this store" in command("merge", "nothing", expect=2).stderr
 
 
 def test_a_part_that_does_not_exist_is_refused_before_anything_runs(run_command: Callable) -> None:

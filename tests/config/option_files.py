@@ -44,7 +44,8 @@ def composed(name: str, overrides: Sequence[str], directory: Path = CONF) -> Dic
 
 def typed(name: str, overrides: Sequence[str], directory: Path = CONF, entry: str | None = None) -> Any:
     """The typed configuration; asserts that nothing but a directory that is elsewhere is wrong with it."""
-    return checked(composed(name, overrides, directory), entry or name, overrides)
+    words = compose.command_line(entry or name, overrides)
+    return checked(composed(name, words, directory), entry or name, words)
 
 
 def checked(cfg: DictConfig, entry: str, overrides: Sequence[str]) -> Any:

@@ -136,3 +136,9 @@ def test_a_learning_rate_is_a_float_by_every_spelling(value: str) -> None:
     assert problems == []
     assert typed.optim.lr == 1e-4
     assert isinstance(typed.optim.lr, float)
+
+
+def test_a_recipe_for_training_alone_is_told_apart_from_an_unknown_one() -> None:
+    (message,) = problems_of("extract", "experiment=nemo")
+    assert "the experiment is a recipe for train.py: 'nemo'" in message
+    assert "experiment=kimi_k25_blackwell8" in message

@@ -50,3 +50,15 @@ def test_an_axis_of_the_command_line_replaces_the_file_s() -> None:
     assert whole
     assert [t for t in trials if "train.seed=7" not in t] == []
     assert len(trials) == 4
+
+
+@pytest.mark.parametrize(("entry", "tasks", "nodes"), [("train", 8, 2), ("extract", 1, 1)])
+def test_slurm_starts_a_task_for_every_device_of_training_and_one_for_a_part(
+    entry: str, tasks: int, nodes: int
+) -> None:
+    compose.register()
+    overrides = ["launcher=submitit", "hardware=hopper8", "hardware.num_nodes=2"]
+    with initialize_config_dir(str(compose.config_directory()), version_base="1.3"):
+        cfg = hydra_compose(entry, overrides=overrides, return_hydra_config=True)
+    launcher = cfg.hydra.launcher
+    assert (launcher.tasks_per_node, launcher.nodes, launcher.gpus_per_node) == (tasks, nodes, 8)

@@ -6,9 +6,13 @@ import csv
 import importlib.util
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +20,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from eagle3lab.training.checkpoint_files import fault_of
 
 SCRIPT = Path(__file__).with_name("train_tiny.py")
 ROOT = Path(__file__).parents[2]
@@ -191,28 +197,73 @@ def test_muon_on_two_ranks_is_muon_on_one_up_to_its_own_rounding(runs: Path, nam
     assert rows(runs / name)[-1] == pytest.approx(rows(runs / "muon_one")[-1], rel=1e-3)
 
 
-def test_ranks_on_several_nodes_are_told_apart_by_what_slurm_says(runs: Path) -> None:
+def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    content = json.dumps([job(runs / "store", runs / "nodes", 1, TRAIN, nodes=2)])
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2"}
-    ranks = []
-    for node in ("0", "1"):
-        own = {"SLURM_PROCID": node, "SLURM_NODEID": node, "SLURM_LOCALID": "0"}
-        environment = {**ENVIRONMENT, **slurm, **own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, str(SCRIPT), content],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+        return str(free.getsockname()[1])
+
+
+def on_nodes(
+    commands: Sequence[Sequence[str]], jobs: list[dict[str, Any]], environments: Sequence[dict[str, str]]
+) -> tuple[list[str], list[int], float]:
+    """What each of two nodes printed, its exit code, and the seconds from the end of the first to that of the last."""
+    nodes = [
+        subprocess.Popen(
+            [*command, str(SCRIPT), json.dumps(jobs)],
+            env={**ENVIRONMENT, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-    printed = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], printed
+        for command, environment in zip(commands, environments, strict=True)
+    ]
+    ended: dict[int, float] = {}
+    while len(ended) < len(nodes):
+        ended |= {i: time.monotonic() for i, n in enumerate(nodes) if i not in ended and n.poll() is not None}
+        time.sleep(0.1)
+    printed = [node.communicate(timeout=240)[0] for node in nodes]
+    return printed, [node.returncode for node in nodes], max(ended.values()) - min(ended.values())
+
+
+def test_two_nodes_of_slurm_are_one_run_and_one_mistake_is_one_message(runs: Path) -> None:
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2"}
+    slurm |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    own = [{"SLURM_PROCID": n, "SLURM_NODEID": n, "SLURM_LOCALID": "0"} for n in "01"]
+    jobs = [
+        job(runs / "store", runs / "nodes", 1, TRAIN, nodes=2),
+        job(runs / "store", runs / "failed", 1, TRAIN, nodes=2, fail=[1, 2, "error"]),
+    ]
+    printed, codes, _ = on_nodes([[sys.executable]] * 2, jobs, [slurm | each for each in own])
     assert_same_run(runs / "one", runs / "nodes")
+    assert codes == [1, 2], printed
+    assert printed[1].count("error: a file of this node cannot be read") == 1
+    assert printed[0].count("error: ") == 1
+    assert re.search(r"error: rank 1 \(node 1, .*\) ended: a file of this node cannot be read", printed[0])
+
+
+def test_a_killed_node_ends_the_other_and_the_run_goes_on_from_its_checkpoint(runs: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1"]
+    torchrun += ["--master_addr", "127.0.0.1", "--master_port", free_port()]
+    short = TRAIN | {"save_every_updates": 1}
+    jobs = [
+        job(runs / "store", runs / "sharded_nodes", 1, TRAIN, nodes=2, strategy="fsdp2"),
+        job(runs / "store", runs / "killed", 1, short, nodes=2, fail=[1, 3, "kill"]),
+    ]
+    commands = [[*torchrun, "--node_rank", n] for n in "01"]
+    printed, codes, seconds = on_nodes(commands, jobs, [{}, {}])
+    assert_same_run(runs / "one", runs / "sharded_nodes")
+    assert codes == [1, -signal.SIGKILL], printed
+    assert seconds < 60
+    assert printed[0].count("error: ") == 1
+    assert re.search(r"error: rank 1 \(node 1, .*\) has not been heard of for", printed[0])
+    assert "try: train_tiny.py" in printed[0]
+    saved = list((runs / "killed" / "checkpoints").glob("*.ckpt"))
+    assert saved
+    assert [fault_of(path) for path in saved] == [None] * len(saved)
+    script = script_module()
+    script.run(script.load_tiny(), job(runs / "store", runs / "killed", 1, TRAIN, resume=True))
+    assert json.loads((runs / "killed" / "summary.json").read_text())["resumed_from_update"] in (2, 3)
+    assert_same_weights(runs / "one", runs / "killed")
 
 
 def tensors(value: Any, prefix: str = "") -> dict[str, torch.Tensor]:

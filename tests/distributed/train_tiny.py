@@ -1,10 +1,15 @@
-"""One rank of tiny training runs, one after the other: `torchrun ... train_tiny.py '[{"store": ...}, ...]'`."""
+"""One rank of tiny training runs, one after the other: `torchrun ... train_tiny.py '[{"store": ...}, ...]'`.
+
+`"fail": [rank, update, how]` in a job ends that rank then: by a mistake of the user's (`error`), or with its torchrun as
+when its node dies (`kill`).
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -13,7 +18,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 
+from eagle3lab.config.errors import UserError
 from eagle3lab.config.schema import (
     LossConfig,
     Normalisation,
@@ -24,8 +31,10 @@ from eagle3lab.config.schema import (
 )
 from eagle3lab.store.reader import StoreReader
 from eagle3lab.training.checkpoint_state import load_weights
+from eagle3lab.training.peers import together
 from eagle3lab.training.sharding import own_part
 from eagle3lab.training.trainer import fit
+from eagle3lab.under_hydra import exit_with
 
 
 def load_tiny() -> ModuleType:
@@ -43,6 +52,20 @@ def slow_measure(weights: Mapping[str, torch.Tensor]) -> tuple[int, tuple[int, .
     """An acceptance that depends on the weights, after a while in which the other rank waits."""
     time.sleep(0.5)
     return 1000, tuple(int(100 * (k + sum(t.double().sum() for t in weights.values()) % 1)) for k in range(3))
+
+
+class FailAt(DummyLogger):
+    def __init__(self, update: int, how: str) -> None:
+        super().__init__()
+        self.update, self.how = update, how
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        if step != self.update or "train/loss" not in metrics:
+            return
+        if self.how == "error":
+            raise UserError("a file of this node cannot be read")
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run(tiny: ModuleType, job: dict[str, Any]) -> None:
@@ -63,6 +86,8 @@ def run(tiny: ModuleType, job: dict[str, Any]) -> None:
         step=TrainingStep(job.get("step", "reference")),
         loss=LossConfig(step_decay=0.8, normalisation=Normalisation(job.get("normalisation", "token"))),
     )
+    rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    fail = job.get("fail")
     summary = fit(
         module,
         data,
@@ -72,8 +97,10 @@ def run(tiny: ModuleType, job: dict[str, Any]) -> None:
         train=train,
         run_dir=out,
         resume=job.get("resume", False),
+        resume_command="train_tiny.py",
+        loggers=[FailAt(*fail[1:])] if fail and fail[0] == rank else [],
         # only the first rank has a verifier
-        measure_acceptance=slow_measure if int(os.environ.get("RANK", "0")) == 0 else None,
+        measure_acceptance=slow_measure if rank == 0 else None,
     )
     if module.global_rank == 0:
         torch.save(tiny.weights(module), out / "weights.pt")
@@ -86,5 +113,9 @@ def run(tiny: ModuleType, job: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     tiny_run = load_tiny()
-    for each in json.loads(sys.argv[1]):
-        run(tiny_run, each)
+    try:
+        for each in json.loads(sys.argv[1]):
+            with together():
+                run(tiny_run, each)
+    except UserError as error:
+        exit_with(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,11 @@ from eagle3lab.engines.hf import HuggingFaceEngine
 from eagle3lab.verifier.facts import VerifierFacts, read_facts
 from eagle3lab.verifier.weights import EdgeWeights, load_edge_weights
 
+from ..architectures.checkpoints import Kind, make_checkpoint
+
 SIZE = 64  # vocabulary and hidden size of the known-answer pair: embeddings are unit vectors
 AUX = (2, 3, 5)
 SURE = 5.0
-SHARED = Path(__file__).parent.parent / "cases" / "_shared"
 
 
 @dataclass
@@ -111,22 +111,11 @@ def make_perfect(pair: Pair) -> Any:
 
 def make_random_pair(path: Path, spread: float = 0.1) -> Pair:
     """A random verifier over the byte tokenizer of the shipped cases, with a tokenizer beside it."""
-    config = LlamaConfig(
-        vocab_size=264, hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=128, bos_token_id=256, eos_token_id=258,
-        pad_token_id=None, tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(config).float()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter)
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else spread * noise)
-    model.config.dtype = torch.float32
-    model.save_pretrained(path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (path / name).write_bytes((SHARED / "tok_bytes" / name).read_bytes())
-    settings = json.loads((path / "tokenizer_config.json").read_text())
-    settings["chat_template"] = (SHARED / "templates" / "plain.jinja").read_text()
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    return open_pair(path)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 6,
+        "max_position_embeddings": 128,
+    }
+    llama = Kind("LlamaConfig", "LlamaForCausalLM")
+    return open_pair(make_checkpoint(path, llama, seed=1, spread=spread, sizes=sizes))

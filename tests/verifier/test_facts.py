@@ -105,6 +105,7 @@ def test_nested_latent_attention_configuration(facts_of: Callable[..., VerifierF
     assert (facts.hidden_size, facts.num_layers, facts.vocab_size) == (7168, 61, 163840)
     # The dense attention it expands to: as many key heads as query heads, each as wide as a value head.
     assert (facts.num_heads, facts.num_kv_heads, facts.head_dim) == (64, 64, 128)
+    assert (facts.kv_lora_rank, facts.qk_rope_head_dim) == (512, 64)
     assert facts.rope_parameters["rope_type"] == "yarn"
     assert "type" not in facts.rope_parameters
     assert (facts.eos_token_ids, facts.bos_token_id, facts.pad_token_id) == ((163585,), 163584, 163838)
