@@ -63,8 +63,8 @@ def meet(
 ) -> bool:
     """Find the other processes of the run, once; they are watched until the `together` around it ends.
 
-    Does nothing for a single process, and outside of `together`. Returns whether there is a watch. Raises `UserError` when the first process cannot
-    be reached.
+    Does nothing for a single process, and outside of `together`. Returns whether there is a watch. Raises `UserError`
+    when the first process cannot be reached.
     """
     global _num_meetings
     if _run is None or _run.peers is not None or world_size == 1:

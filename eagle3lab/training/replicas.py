@@ -78,6 +78,8 @@ def meet_others() -> None:
 
 def meet_in(environment: ClusterEnvironment) -> bool:
     """Find the other processes where Lightning's `environment` says that they are; see `peers.meet`."""
+    if environment.world_size() == 1:  # SLURM does not say everything of a single task
+        return False
     return meet(
         rank=environment.global_rank(),
         world_size=environment.world_size(),

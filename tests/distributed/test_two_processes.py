@@ -11,8 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -207,21 +209,32 @@ def on_nodes(
     commands: Sequence[Sequence[str]], jobs: list[dict[str, Any]], environments: Sequence[dict[str, str]]
 ) -> tuple[list[str], list[int], float]:
     """What each of two nodes printed, its exit code, and the seconds from the end of the first to that of the last."""
-    nodes = [
-        subprocess.Popen(
-            [*command, str(SCRIPT), json.dumps(jobs)],
-            env={**ENVIRONMENT, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for command, environment in zip(commands, environments, strict=True)
-    ]
-    ended: dict[int, float] = {}
-    while len(ended) < len(nodes):
-        ended |= {i: time.monotonic() for i, n in enumerate(nodes) if i not in ended and n.poll() is not None}
-        time.sleep(0.1)
-    printed = [node.communicate(timeout=240)[0] for node in nodes]
+    with ExitStack() as files:
+        outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
+        nodes = [
+            subprocess.Popen(
+                [*command, str(SCRIPT), json.dumps(jobs)],
+                env={**ENVIRONMENT, **environment},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            for command, environment, output in zip(commands, environments, outputs, strict=True)
+        ]
+        ended: dict[int, float] = {}
+        deadline = time.monotonic() + 240
+        while len(ended) < len(nodes) and time.monotonic() < deadline:
+            ended |= {
+                i: time.monotonic() for i, n in enumerate(nodes) if i not in ended and n.poll() is not None
+            }
+            time.sleep(0.1)
+        for node in nodes:
+            node.kill()
+            node.wait()
+        printed = []
+        for output in outputs:
+            output.seek(0)
+            printed.append(output.read())
+    assert len(ended) == len(nodes), printed
     return printed, [node.returncode for node in nodes], max(ended.values()) - min(ended.values())
 
 

@@ -18,8 +18,8 @@ Meet = Callable[..., Peers]
 
 @pytest.fixture
 def meet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meet]:
-    """Makes rank r of n on a node; times are a hundredth of the real ones, and nothing ends the test's process."""
-    for name, seconds in (("BEAT", 0.02), ("LOST", 0.5), ("BROKEN", 0.1), ("JOIN", 2.0), ("GRACE", 60.0)):
+    """Makes rank r of n on a node; times are a small part of the real ones, and nothing ends the test's process."""
+    for name, seconds in (("BEAT", 0.02), ("LOST", 1.5), ("BROKEN", 0.3), ("JOIN", 3.0), ("GRACE", 60.0)):
         monkeypatch.setattr(peer_watch, f"{name}_SECONDS", seconds)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     made: list[Peers] = []
@@ -37,7 +37,7 @@ def meet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meet]:
 
 
 def until(done: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.01)
