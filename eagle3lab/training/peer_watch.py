@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -95,6 +96,9 @@ class Peers:
         The process ends within a minute from now, whatever waits for the others at its exit.
         """
         code = getattr(error, "exit_code", 1)
+        if threading.current_thread() is threading.main_thread():
+            # torchrun ends this process when its own rendezvous is gone, which may be before it has said why it ends
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._broken = self.lost is None and _is_of_a_collective(error)
         if self._broken:
             deadline = time.monotonic() + LOST_SECONDS + 2 * BEAT_SECONDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -23,6 +24,7 @@ def meet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meet]:
         monkeypatch.setattr(peer_watch, f"{name}_SECONDS", seconds)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     made: list[Peers] = []
+    on_sigterm = signal.getsignal(signal.SIGTERM)
 
     def make(rank: int, world_size: int = 2, node: int | None = None, local_rank: int = 0) -> Peers:
         client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
@@ -31,6 +33,7 @@ def meet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meet]:
         return made[-1]
 
     yield make
+    signal.signal(signal.SIGTERM, on_sigterm)
     for peers in made:
         vanish(peers)
         peers._beating.join()
