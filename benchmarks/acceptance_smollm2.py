@@ -1,20 +1,22 @@
 """Drafts for SmolLM2-135M-Instruct side by side: trained by several recipes, decoded on public prompts.
 
-python benchmarks/acceptance_smollm2.py --out benchmarks/results/acceptance_smollm2.json
+python benchmarks/acceptance_smollm2.py --out benchmarks/results/acceptance_smollm2.json --regenerate --copies 2 --devices 4
 python benchmarks/acceptance_smollm2.py --cpu --max-tokens 64000 --epochs 4 --prompts 8 --new-tokens 48 --seeds 1 \
     --seq-len 512 --parallel 1 --minutes 90 --out benchmarks/results/acceptance_smollm2_cpu.json
 python benchmarks/acceptance_smollm2.py --tiny --work /tmp/tiny    # on a CPU: does it run
 
 Every trial is `train.py` and `evaluate.py` as a user types them, over one store and one file of prompts: MT-Bench,
-HumanEval and GSM8K, as many of each, in turn over their categories. Trials run side by side on the device. The
+HumanEval and GSM8K, as many of each, in turn over their categories. Trials run side by side on the devices. The
 results are written after each, so that a time limit keeps what was measured. On a GPU vLLM captures and decodes,
-greedily and sampled; on a CPU the reference decoder does, greedily with three drafted tokens.
+greedily and sampled; on a CPU the reference decoder does, greedily with three drafted tokens. A store that lies under
+--work already is used as it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import lzma
 import os
 import statistics
 import subprocess
@@ -24,6 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Lock
 from typing import Any
 
@@ -31,6 +34,8 @@ from common import ROOT, write_results
 
 from eagle3lab.config.schema import PromptsConfig
 from eagle3lab.evaluate.prompts import read_prompts
+
+CONVERSATIONS = ROOT / "eagle3lab/assets/demo/conversations.jsonl.xz"
 
 SETS = ("mt_bench", "humaneval", "gsm8k")
 SHARES = (0.125, 0.25, 0.5)
@@ -61,7 +66,9 @@ RECIPES = {
     "speculators": ("experiment=speculators_09", "draft.step=reference"),
     "speculators_k7": ("experiment=speculators_09", "draft.step=reference", "draft.ttt_steps=7"),
     "muon": ("draft.ttt_steps=3", "optim=muon", "optim.lr=1e-3", WARM_UP),
+    "muon_1e-2": ("draft.ttt_steps=3", "optim=muon", "optim.lr=1e-2", WARM_UP),
     "muon_3e-2": ("draft.ttt_steps=3", "optim=muon", "optim.lr=3e-2", WARM_UP),
+    "adamw_3e-3": ("draft.ttt_steps=3", "optim=adamw", "optim.lr=3e-3", WARM_UP),
 }
 
 
@@ -96,16 +103,24 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
         self.notes: dict[str, Any] = {"prompts_of_each_set": arguments.prompts, "drafts": {}, "failed": {}}
         self.lock = Lock()
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = given.split(",") if given else [str(i) for i in range(arguments.devices)]
+        self.slots: SimpleQueue[str] = SimpleQueue()  # a device for each trial that runs
+        for name in names[: arguments.devices] * arguments.parallel:
+            self.slots.put(name)
 
     def seconds(self) -> float:
         return time.perf_counter() - self.began
 
-    def run(self, log: str, *words: str) -> None:
+    def run(self, log: str, *words: str, device: str | None = None) -> None:
         """A command in a process of its own; its output goes to a log, the end of which is shown if it fails."""
         file = self.work / "logs" / f"{log}.log"
         file.parent.mkdir(parents=True, exist_ok=True)
-        threads = max(1, (os.cpu_count() or 1) // self.arguments.parallel)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        environment = dict(os.environ)
+        if device is not None:
+            at_once = self.arguments.parallel * self.arguments.devices
+            environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // at_once))
+            environment["CUDA_VISIBLE_DEVICES"] = device
         with file.open("w") as output:
             process = subprocess.run(
                 [sys.executable, *words], cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT
@@ -131,9 +146,13 @@ def extract(bench: Bench) -> None:
     data += [f"data.max_len={bench.arguments.seq_len}"]
     if bench.arguments.regenerate:
         data += ["data.regenerate=true", "data.sampling.temperature=0.7", "data.sampling.max_new_tokens=512"]
-    backend = [] if bench.on_cpu else ["extract.backend=vllm", "hardware.engine.memory_share=0.6"]
+        data += [f"data.paths=[{copies_of_conversations(bench)}]"]
+    backend = ["extract.backend=vllm", "extract.batch_tokens=8192", "hardware.engine.memory_share=0.6"]
+    backend += [f"hardware.engine.data_parallel={bench.arguments.devices}"]
+    backend = [] if bench.on_cpu else backend
     start = bench.seconds()
-    bench.run("extract", "extract.py", *bench.words, *data, *backend, f"store={bench.store}")
+    if not (bench.store / "manifest.json").is_file():
+        bench.run("extract", "extract.py", *bench.words, *data, *backend, f"store={bench.store}")
     manifest = json.loads((bench.store / "manifest.json").read_text())
     kept = ("num_rows", "num_tokens", "num_supervised")
     bench.notes["store"] = {name: manifest[name] for name in kept} | {
@@ -143,7 +162,28 @@ def extract(bench: Bench) -> None:
     print(bench.notes["store"], flush=True)
 
 
-def measure(bench: Bench, trial: Trial) -> None:
+def copies_of_conversations(bench: Bench) -> Path:
+    """The shipped user turns as often as wanted: another text in place of the answers makes the verifier answer anew."""
+    path = bench.work / "user_turns.jsonl"
+    with lzma.open(CONVERSATIONS, "rt") as shipped, path.open("w") as file:
+        for line in shipped:
+            messages = json.loads(line)["messages"]
+            for copy in range(bench.arguments.copies):
+                turns = [m if m["role"] == "user" else {**m, "content": f"{copy}"} for m in messages]
+                file.write(json.dumps({"messages": turns}) + "\n")
+    return path
+
+
+def run_trial(bench: Bench, trial: Trial) -> None:
+    """`measure` on the next free device."""
+    device = bench.slots.get()
+    try:
+        measure(bench, trial, device)
+    finally:
+        bench.slots.put(device)
+
+
+def measure(bench: Bench, trial: Trial, device: str) -> None:
     """Train and decode; the rows of every set go into the results."""
     arguments = bench.arguments
     if bench.seconds() > 60 * arguments.minutes:
@@ -164,18 +204,18 @@ def measure(bench: Bench, trial: Trial) -> None:
     if bench.on_cpu:
         evaluate += ["decode.k=[3]", "decode.temperature=[0.0]"]
     else:
-        share = 0.7 / arguments.parallel
         evaluate += [f"decode.k=[{','.join(map(str, trial.ks))}]", "decode.temperature=[0.0,1.0]"]
         evaluate += [
             "decode.backend=vllm",
             "decode.precision=bf16",
             f"decode.batch_sizes=[{arguments.batch}]",
         ]
-        evaluate += [f"hardware.engine.memory_share={share:.2f}"]
+        # beside others that take and return memory, what is free cannot be measured
+        evaluate += ["hardware.engine.memory_share=0.05", "hardware.engine.cache_gib=4"]
     try:
-        bench.run(f"{trial.name}-train", "train.py", *train, f"run_dir={run_dir}")
+        bench.run(f"{trial.name}-train", "train.py", *train, f"run_dir={run_dir}", device=device)
         trained = bench.seconds()
-        bench.run(f"{trial.name}-evaluate", "evaluate.py", *evaluate)
+        bench.run(f"{trial.name}-evaluate", "evaluate.py", *evaluate, device=device)
     except RuntimeError as error:
         print(f"{trial.name} FAILED: {error}", flush=True)
         with bench.lock:
@@ -255,10 +295,13 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--parallel", type=int, default=4, help="trials side by side on the device")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--parallel", type=int, default=4, help="trials side by side on each device")
     parser.add_argument("--batch", type=int, default=32, help="texts decoded together")
     parser.add_argument("--minutes", type=float, default=20.0, help="no trial is begun after these")
     parser.add_argument("--regenerate", action="store_true", help="the verifier answers the user turns anew")
+    parser.add_argument("--copies", type=int, default=1, help="answers to each shipped conversation")
+    parser.add_argument("--store-only", action="store_true", help="extract, train nothing")
     parser.add_argument("--only", nargs="+", help="variants, in this order")
     parser.add_argument("--max-tokens", type=int, help="of the store; default: all conversations")
     parser.add_argument("--cpu", action="store_true", help="no GPU: the reference decoder, K=3, greedy")
@@ -268,12 +311,14 @@ def main() -> None:
     bench = Bench(arguments)
     make_prompts(bench)
     extract(bench)
+    if arguments.store_only:
+        return
     chosen = list(trials(arguments.seeds, arguments.epochs))
     if arguments.only is not None:
         chosen = [t for variant in arguments.only for t in chosen if t.variant == variant]
     print(f"{len(chosen)} trials: {', '.join(t.name for t in chosen)}", flush=True)
-    with ThreadPoolExecutor(arguments.parallel) as pool:
-        list(pool.map(lambda trial: measure(bench, trial), chosen))
+    with ThreadPoolExecutor(arguments.parallel * arguments.devices) as pool:
+        list(pool.map(lambda trial: run_trial(bench, trial), chosen))
     write_results(arguments.out, bench.rows, notes=bench.notes)
 
 

@@ -64,8 +64,9 @@ def end_to_end(row: Row) -> Iterator[Line]:
     yield at_most(f"{row['storage']}: wait for data", row["data_wait_share"], 0.03)
 
 
-def two_gpu(row: Row) -> Iterator[Line]:
-    yield at_least(f"{row['strategy']}: two GPUs against one", row["ratio"], 1.9)
+def scaling(row: Row) -> Iterator[Line]:
+    where = f"{row['strategy']}, hidden {row['hidden']}: {row['devices']} GPUs against one"
+    yield at_least(where, row["ratio"], {2: 1.9, 4: 4 * 0.93, 8: 8 * 0.93}[row["devices"]])
 
 
 def extract(row: Row) -> Iterator[Line]:
@@ -87,7 +88,10 @@ def startup(row: Row) -> Iterator[Line]:
 READERS: dict[str, Callable[[Row], Iterator[Line]]] = {
     "train_step_h200": train_step,
     "end_to_end_h200": end_to_end,
-    "two_gpu_h200": two_gpu,
+    "scaling_h200x2": scaling,
+    "scaling_wide_h200x2": scaling,
+    "scaling_h200x4": scaling,
+    "scaling_wide_h200x4": scaling,
     "extract_h200": extract,
     "extract_hf_cpu": extract,
     "fp8_store": fp8_store,

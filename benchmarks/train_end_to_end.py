@@ -147,6 +147,7 @@ def main() -> None:
             results.append(
                 {
                     "storage": storage,
+                    "ttt_steps": k,
                     "bare_tok_s": round(bare),
                     "train_tok_s": round(speed),
                     "ratio": round(speed / bare, 4),

@@ -157,6 +157,7 @@ def _engine(hardware: HardwareConfig) -> Iterator[Problem]:
     engine = hardware.engine
     yield from _positive("hardware.engine.tensor_parallel", engine.tensor_parallel)
     yield from _positive("hardware.engine.data_parallel", engine.data_parallel)
+    yield from _positive("hardware.engine.cache_gib", engine.cache_gib, least=1e-3)
     yield from _within("hardware.engine.memory_share", engine.memory_share, 0, 1, open_low=True)
     needed = engine.tensor_parallel * engine.data_parallel
     if hardware.accelerator is Accelerator.cuda and hardware.num_devices and needed > hardware.num_devices:

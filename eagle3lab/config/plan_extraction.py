@@ -88,9 +88,12 @@ def plan_extraction(
     replicas = hardware.engine.data_parallel if by_engine else 1
     width = 2 if hardware.precision is Precision.bf16 else 4
     captured = (num_layer_ids + 1) * shapes.hidden_size * width
+    memory = _memory(shapes, hardware, extract.batch_tokens, parallel, width)
     usable = None
     if hardware.device_memory_gib is not None:
         usable = hardware.device_memory_gib * (hardware.engine.memory_share if by_engine else HF_SHARE)
+        if by_engine and hardware.engine.cache_gib is not None:
+            usable = min(usable, sum(memory.values()) + hardware.engine.cache_gib)
     speed, exchange_share = _speed(shapes, hardware, extract.batch_tokens, max_len, parallel)
     speed = speed * replicas if speed else None
     tokens = -(-num_tokens // extract.num_parts) if num_tokens else None
@@ -100,7 +103,7 @@ def plan_extraction(
         disk_gb=tokens * per_token / 1e9 if tokens else None,
         bytes_per_token=per_token,
         min_bytes_per_token=stored_bytes_per_token(shapes.hidden_size, num_layer_ids, extract.dtype, least),
-        memory_gib=_memory(shapes, hardware, extract.batch_tokens, parallel, width),
+        memory_gib=memory,
         usable_gib=usable,
         device_memory_gib=hardware.device_memory_gib,
         cache_bytes_per_token=cache_bytes(shapes, parallel, width) + captured if by_engine else 0,

@@ -48,6 +48,9 @@ class VllmSettings:
     decoding: Decoding | None = None  # what it decodes with; None: it captures or answers
     tensor_parallel: int = 1
     memory_share: float = 0.9
+    cache_gib: float | None = (
+        None  # None: vLLM measures what is left, which engines that start beside it disturb
+    )
     trust_remote_code: bool = False
     architecture: str = ""  # as config.json names it
     start_seconds: float = START_SECONDS
@@ -99,6 +102,8 @@ class VllmSettings:
             "disable_log_stats": True,
             "language_model_only": True,  # rows are text: no vision tower is loaded
         }
+        if self.cache_gib is not None:
+            arguments["kv_cache_memory_bytes"] = int(self.cache_gib * 2**30)
         if overrides := architecture_overrides(self.architecture):
             arguments["hf_overrides"] = overrides
         if self.decoding is not None:

@@ -21,6 +21,7 @@ from eagle3lab.config.schema import Accelerator, HardwareConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _slot: tuple[int, FileLock] | None = None  # of this process, for as long as it lives
+_on_each_device = 1  # trials
 
 
 def share_of_node(
@@ -29,10 +30,12 @@ def share_of_node(
     """`hardware` as one of `trials_per_node` trials has it; sets CUDA_VISIBLE_DEVICES to its devices.
 
     The devices are the process's, not the trial's: once CUDA has started, a process keeps those it saw, and
-    joblib's processes run one trial after the other. Loader threads are at most the process's cores.
+    joblib's processes run one trial after the other. A multiple of the devices shares each of them, and its
+    memory. Loader threads are at most the process's cores.
 
     Raises UserError when the node's devices cannot be shared evenly.
     """
+    global _on_each_device
     trials = hardware.trials_per_node
     if trials == 1:
         return hardware
@@ -44,23 +47,29 @@ def share_of_node(
         if not visible:  # hardware=auto on a machine without GPUs
             return dataclasses.replace(hardware, num_loader_threads=min(hardware.num_loader_threads, cores))
         devices = hardware.num_devices or visible
-        if devices > visible or devices % trials:
+        if devices > visible or (devices % trials and trials % devices):
             raise UserError(
                 Problem(
                     "hardware.trials_per_node does not share the node's GPUs evenly",
                     f"{trials} trials, {devices} GPUs of {visible} visible",
-                    "a divisor of the number of GPUs",
+                    "a divisor of the number of GPUs, or a multiple: several trials on each",
                     f"hardware.trials_per_node={min(devices, visible)}",
                 )
             )
-        each = devices // trials
         given = os.environ.get(VISIBLE, "")
         names = given.split(",") if given else [str(i) for i in range(visible)]
         slot = _take_slot(sweep_dir, trials)
-        os.environ[VISIBLE] = ",".join(names[slot * each : (slot + 1) * each])
+        each, _on_each_device = max(1, devices // trials), max(1, trials // devices)
+        first = slot * each % devices
+        os.environ[VISIBLE] = ",".join(names[first : first + each])
     each = len(os.environ[VISIBLE].split(","))
     threads = min(hardware.num_loader_threads, max(1, cores // each)) if hardware.num_loader_threads else 0
-    return dataclasses.replace(hardware, num_devices=each, num_loader_threads=threads)
+    memory = hardware.device_memory_gib
+    if memory is not None:
+        memory /= _on_each_device
+    return dataclasses.replace(
+        hardware, num_devices=each, num_loader_threads=threads, device_memory_gib=memory
+    )
 
 
 def _take_slot(sweep_dir: Path, num_slots: int) -> int:

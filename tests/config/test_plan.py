@@ -229,6 +229,8 @@ def test_a_token_of_the_cache_is_its_keys_and_values_or_its_latent_vector_and_th
     assert rows * divided.cache_bytes_per_token * 2048 <= divided.cache_gib * 2**30
     assert (rows + 1) * divided.cache_bytes_per_token * 2048 > divided.cache_gib * 2**30
     assert extraction(ExtractorConfig(backend=Backend.hf)).sequences_that_fit is None
+    given = extraction(ExtractorConfig(), engine=EngineConfig(cache_gib=3.0))
+    assert given.cache_gib == pytest.approx(3.0)
 
 
 def test_a_part_is_planned_for_its_share_of_the_tokens() -> None:

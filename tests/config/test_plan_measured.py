@@ -49,6 +49,7 @@ class Measured:
     tokens_per_second: float
     whole_head: bool = False
     hardware: str = "h200"
+    num_devices: int = 1
     strategy: Strategy = Strategy.auto
     accumulate: int = 1
 
@@ -89,35 +90,35 @@ def _measured() -> Iterator[Measured]:
         )
 
 
-def _two_devices() -> Iterator[Measured]:
-    """Of `benchmarks/two_gpu.py`, once it has run: one device with twice the micro-batches, then two."""
-    if not (RESULTS / "two_gpu_h200.json").is_file():
-        return
-    results = _file("two_gpu_h200")
-    k, packs = results["notes"]["ttt_steps"], results["notes"]["micro_batches"]
-    for row in results["rows"]:
-        shapes = {4096: QWEN3_8B, 7168: WIDE}[row["hidden"]]
-        for side, hardware, strategy, accumulate in (
-            ("one", "h200", Strategy.auto, 2 * packs),
-            ("two", "h200x2", Strategy(row["strategy"]), packs),
-        ):
-            yield Measured(
-                f"{side} of {row['strategy']}, hidden {row['hidden']}",
-                shapes,
-                row["seq_len"],
-                TrainingStep.pruned,
-                k,
-                0.5,
-                row[f"{side}_gib"],
-                row[f"{side}_tok_s"],
-                whole_head=True,
-                hardware=hardware,
-                strategy=strategy,
-                accumulate=accumulate,
-            )
+def _several_devices() -> Iterator[Measured]:
+    """Of `benchmarks/scaling.py`: one device with all packs of an update, then several that share them."""
+    for file in sorted(RESULTS.glob("scaling*_h200x*.json")):
+        results = _file(file.stem)
+        k, packs = results["notes"]["ttt_steps"], results["notes"]["packs"]
+        for row in results["rows"]:
+            shapes, devices = {4096: QWEN3_8B, 7168: WIDE}[row["hidden"]], row["devices"]
+            for side, num_devices, strategy in (
+                ("one", 1, Strategy.auto),
+                ("each", devices, Strategy(row["strategy"])),
+            ):
+                yield Measured(
+                    f"{side} of {devices} by {row['strategy']}, hidden {row['hidden']}",
+                    shapes,
+                    row["seq_len"],
+                    TrainingStep.pruned,
+                    k,
+                    0.5,
+                    row[f"{side}_gib"],
+                    row["one_tok_s" if side == "one" else "all_tok_s"],
+                    whole_head=True,
+                    hardware="h200" if side == "one" else "h200x2",
+                    num_devices=num_devices,
+                    strategy=strategy,
+                    accumulate=packs // num_devices,
+                )
 
 
-RUNS = [*_measured(), *_two_devices()]
+RUNS = [*_measured(), *_several_devices()]
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +130,8 @@ def hardware_of() -> Callable[[str], HardwareConfig]:
 def test_a_training_plan_agrees_with_the_run(
     run: Measured, hardware_of: Callable[[str], HardwareConfig]
 ) -> None:
-    hardware = replace(hardware_of(run.hardware), strategy=run.strategy)
-    devices = hardware.num_devices or 1
+    devices = run.num_devices
+    hardware = replace(hardware_of(run.hardware), strategy=run.strategy, num_devices=devices)
     plan = plan_training(
         run.shapes,
         DraftConfig(name="eagle3", ttt_steps=run.ttt_steps, step=run.step),

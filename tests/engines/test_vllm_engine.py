@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -140,6 +141,11 @@ def test_files_of_a_request_that_lacks_one_are_removed(
     with pytest.raises(EngineError, match="named 1 files of states for 2 rows"):
         VllmRunner().ask([[1], [2]])  # type: ignore[call-arg]
     assert not file.exists()
+
+
+def test_a_cache_of_a_given_size_is_not_measured() -> None:
+    assert "kv_cache_memory_bytes" not in SETTINGS.arguments()
+    assert replace(SETTINGS, cache_gib=0.5).arguments()["kv_cache_memory_bytes"] == 2**29
 
 
 def test_an_engine_that_does_not_end_in_time_is_closed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,16 +21,19 @@ import json, os, sys
 from pathlib import Path
 from eagle3lab.config.schema import Accelerator, HardwareConfig
 from eagle3lab.experiments.node_share import share_of_node
-hardware = HardwareConfig(name="x", accelerator=Accelerator.cuda, num_devices=8, trials_per_node=4)
+hardware = HardwareConfig(
+    name="x", accelerator=Accelerator.cuda, num_devices=int(sys.argv[2]), trials_per_node=4, device_memory_gib=96
+)
 shares = [share_of_node(hardware, Path(sys.argv[1]), lambda: 8) for _ in range(2)]
-print(json.dumps([os.environ["CUDA_VISIBLE_DEVICES"], [s.num_devices for s in shares]]), flush=True)
+said = [[s.num_devices, s.device_memory_gib] for s in shares]
+print(json.dumps([os.environ["CUDA_VISIBLE_DEVICES"], said]), flush=True)
 sys.stdin.readline()
 """
 
 
-def start(sweep_dir: Path, tmp_path: Path) -> subprocess.Popen[str]:
+def start(sweep_dir: Path, tmp_path: Path, devices: int = 8) -> subprocess.Popen[str]:
     environment = {**os.environ, VISIBLE: "8,9,10,11,12,13,14,15", "TMPDIR": str(tmp_path)}
-    words = [sys.executable, "-c", WORKER, str(sweep_dir)]
+    words = [sys.executable, "-c", WORKER, str(sweep_dir), str(devices)]
     return subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -38,12 +41,21 @@ def test_processes_get_disjoint_gpus_and_a_new_one_those_of_one_that_ended(tmp_p
     workers = [start(tmp_path / "sweep", tmp_path) for _ in range(4)]
     said = [json.loads(w.stdout.readline()) for w in workers]  # type: ignore[union-attr]
     assert sorted(visible for visible, _ in said) == ["10,11", "12,13", "14,15", "8,9"]
-    assert [devices for _, devices in said] == [[2, 2]] * 4
+    assert [shares for _, shares in said] == [[[2, 96], [2, 96]]] * 4
     workers[2].kill()
     workers[2].wait()
     next_one = start(tmp_path / "sweep", tmp_path)
     assert json.loads(next_one.stdout.readline())[0] == said[2][0]  # type: ignore[union-attr]
     for worker in [*workers, next_one]:
+        worker.communicate("\n")
+
+
+def test_more_trials_than_gpus_share_each_and_its_memory(tmp_path: Path) -> None:
+    workers = [start(tmp_path / "sweep", tmp_path, devices=2) for _ in range(4)]
+    said = [json.loads(w.stdout.readline()) for w in workers]  # type: ignore[union-attr]
+    assert sorted(visible for visible, _ in said) == ["8", "8", "9", "9"]
+    assert [shares for _, shares in said] == [[[1, 48], [1, 48]]] * 4
+    for worker in workers:
         worker.communicate("\n")
 
 
