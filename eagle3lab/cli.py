@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle3lab.config.check import CHECKS
 from eagle3lab.config.errors import raise_all
@@ -19,11 +19,18 @@ from eagle3lab.config.plan_extraction import plan_extraction
 from eagle3lab.config.plan_fit import require_extraction_fit, require_training_fit
 from eagle3lab.config.plan_sizes import StoreCounts
 from eagle3lab.config.plan_text import describe_extraction, describe_training
-from eagle3lab.config.plan_training import plan_training
-from eagle3lab.config.schema import EvaluateRoot, ExtractRoot, TrainRoot
+from eagle3lab.config.plan_training import TrainPlan, plan_training
+from eagle3lab.config.schema import EvaluateRoot, ExtractRoot, Shapes, TrainRoot
 from eagle3lab.config.stamp import is_rank_zero
 from eagle3lab.experiments.stages import stage_seconds
 from eagle3lab.under_hydra import run_command
+
+if TYPE_CHECKING:
+    from eagle3lab.draft.speculators_model import Eagle3DraftModel
+    from eagle3lab.evaluate.meter import DraftMeter
+    from eagle3lab.store.reader import StoreReader
+    from eagle3lab.training.datamodule import Eagle3DataModule
+    from eagle3lab.verifier.facts import VerifierFacts
 
 
 def main(entry: str) -> None:
@@ -104,30 +111,34 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
         from eagle3lab.doctor.preflight import before_training
 
         print(before_training(hardware, Path(str(cfg.run_dir))))
+    return _train(cfg, invocation, shapes, aux_layer_ids, plan)
 
+
+def _train(
+    cfg: TrainRoot, invocation: Invocation, shapes: Shapes, aux_layer_ids: tuple[int, ...], plan: TrainPlan
+) -> float | None:
+    """The planned run. What only it needs is imported here: a plan and a refusal do not wait for it."""
     from eagle3lab.draft.speculators_model import build_draft
     from eagle3lab.draft.vocabulary import DraftVocabulary
-    from eagle3lab.evaluate.meter import open_meter
     from eagle3lab.experiments.lifecycle import about, begin_run, finish_run, shared_facts, tracked
     from eagle3lab.extract.on_demand import open_store
     from eagle3lab.extract.pipeline import verifier_identity
     from eagle3lab.extract.self_test import self_test_line
     from eagle3lab.store.manifest import check_identity, check_template_args
-    from eagle3lab.training.build import build_module, pack_preparer
+    from eagle3lab.training.build import build_module
     from eagle3lab.training.checkpoint_state import load_weights
     from eagle3lab.training.clock import process_seconds
-    from eagle3lab.training.datamodule import Eagle3DataModule
     from eagle3lab.training.peers import agree
     from eagle3lab.training.replicas import meet_others, micro_batches_per_update, num_replicas
     from eagle3lab.training.report import closing_lines, start_lines
     from eagle3lab.training.tracker_log import TrackerLog
     from eagle3lab.training.trainer import fit
     from eagle3lab.training.weight_average import weights_label
-    from eagle3lab.training.work import work_counter
     from eagle3lab.verifier.facts import read_facts
     from eagle3lab.verifier.locate import locate_verifier
     from eagle3lab.verifier.weights import load_edge_weights
 
+    hardware = cfg.hardware
     replicas = num_replicas(hardware)
     meet_others()  # from here on they end together
     micro_batches = micro_batches_per_update(cfg.train, replicas)
@@ -136,18 +147,7 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
     store = open_store(cfg, invocation)
     check_identity(store.manifest, verifier_identity(facts, cfg.model.name), aux_layer_ids)
     check_template_args(store.manifest, cfg.model.template_args)
-    data = Eagle3DataModule(
-        store,
-        seq_len=cfg.train.seq_len,
-        seed=cfg.train.seed,
-        aux_layer_ids=aux_layer_ids,
-        num_threads=hardware.num_loader_threads,
-        supervision=cfg.loss.supervision,
-        data_share=cfg.train.data_share,
-        noise=cfg.noise,
-        prepare=pack_preparer(cfg.draft, hardware),
-        count_work=work_counter(cfg.draft),
-    )
+    data = _data_module(cfg, store, aux_layer_ids)
     updates = data.plan(cfg.train, num_replicas=replicas, micro_batches=micro_batches)
     counts = data.token_counts()
     vocabulary = DraftVocabulary.from_counts(counts, plan.size.vocab_size, always_keep=facts.eos_token_ids)
@@ -165,17 +165,8 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
     edge = load_edge_weights(facts)
     new_draft = partial(build_draft, cfg.draft, facts, edge, vocabulary, aux_layer_ids, seed=cfg.train.seed)
     draft = new_draft(attention=hardware.attention.value)
-    meter = None
-    if cfg.train.acceptance.every_updates and is_rank_zero():
-        meter = open_meter(
-            cfg.train.acceptance,
-            model=cfg.model,
-            hardware=hardware,
-            facts=facts,
-            store=store,
-            draft=new_draft(attention="sdpa"),
-            ttt_steps=cfg.draft.ttt_steps,
-        )
+    meter = _acceptance_meter(cfg, facts, store, new_draft)
+    if meter:
         say(meter.description)
     module = build_module(
         draft,
@@ -224,6 +215,45 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
             )
         )
     return results.get("val/simulated_acceptance_length")
+
+
+def _data_module(cfg: TrainRoot, store: StoreReader, aux_layer_ids: tuple[int, ...]) -> Eagle3DataModule:
+    """The store's rows in packs."""
+    from eagle3lab.training.build import pack_preparer
+    from eagle3lab.training.datamodule import Eagle3DataModule
+    from eagle3lab.training.work import work_counter
+
+    return Eagle3DataModule(
+        store,
+        seq_len=cfg.train.seq_len,
+        seed=cfg.train.seed,
+        aux_layer_ids=aux_layer_ids,
+        num_threads=cfg.hardware.num_loader_threads,
+        supervision=cfg.loss.supervision,
+        data_share=cfg.train.data_share,
+        noise=cfg.noise,
+        prepare=pack_preparer(cfg.draft, cfg.hardware),
+        count_work=work_counter(cfg.draft),
+    )
+
+
+def _acceptance_meter(
+    cfg: TrainRoot, facts: VerifierFacts, store: StoreReader, new_draft: Callable[..., Eagle3DraftModel]
+) -> DraftMeter | None:
+    """What decodes while training runs, where it is asked for: on the first rank."""
+    if not cfg.train.acceptance.every_updates or not is_rank_zero():
+        return None
+    from eagle3lab.evaluate.meter import open_meter
+
+    return open_meter(
+        cfg.train.acceptance,
+        model=cfg.model,
+        hardware=cfg.hardware,
+        facts=facts,
+        store=store,
+        draft=new_draft(attention="sdpa"),
+        ttt_steps=cfg.draft.ttt_steps,
+    )
 
 
 def run_evaluate(cfg: EvaluateRoot, invocation: Invocation) -> float | None:

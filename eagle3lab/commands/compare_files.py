@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from eagle3lab.config.value_text import as_typed
 from eagle3lab.evaluate.comparison import ALL, Comparison, rows, verdicts
 from eagle3lab.experiments.comparison_files import write_comparison
-from eagle3lab.experiments.html_page import Block, HtmlTable
+from eagle3lab.experiments.html_page import Block, HtmlTable, figure_cell
 from eagle3lab.experiments.plots import plot_intervals
 
 
@@ -30,18 +31,12 @@ def _blocks(comparison: Comparison, plot: Path) -> list[Block]:
     blocks.append(plot)
     if comparison.differing:
         best = comparison.order
-        texts = [[key, *(str(values[i]) for i in best)] for key, values in comparison.differing.items()]
+        texts = [[key, *(as_typed(values[i]) for i in best)] for key, values in comparison.differing.items()]
         blocks.append("What differs in the resolved configurations, best first:")
         blocks.append(HtmlTable(["key", *(variants[i].label for i in best)], texts))
     found = list(rows(variants, comparison.sections))
-    blocks.append(HtmlTable(list(found[0]), [[_plain(x) for x in row.values()] for row in found]))
+    blocks.append(HtmlTable(list(found[0]), [[figure_cell(x) for x in row.values()] for row in found]))
     return [*blocks, *(f"NOTE: {note}" for note in comparison.notes), *comparison.method]
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return "-" if value is None else str(value)
 
 
 def _plot(comparison: Comparison, target: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from .errors import Problem
+from .value_text import as_typed
 
 
 def overruled(cfg: DictConfig, words: Sequence[str], conf: Path) -> list[Problem]:
@@ -41,9 +42,9 @@ def overruled(cfg: DictConfig, words: Sequence[str], conf: Path) -> list[Problem
             problems.append(
                 Problem(
                     f"{group}={option} is overruled by experiment={experiment}, which has",
-                    " ".join(f"{key}={_text(found[key])}" for key in lost),
+                    " ".join(f"{key}={as_typed(found[key])}" for key in lost),
                     "values that do what was chosen",
-                    " ".join(f"{key}={_text(meant[key])}" for key in lost),
+                    " ".join(f"{key}={as_typed(meant[key])}" for key in lost),
                 )
             )
     return problems
@@ -62,10 +63,3 @@ def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 def _plain(value: Any) -> Any:
     value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     return value.value if isinstance(value, Enum) else value
-
-
-def _text(value: Any) -> str:
-    """As it is typed."""
-    if isinstance(value, list):
-        return f"[{','.join(map(_text, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -128,14 +128,17 @@ def _moments(
         return [StepMemory(whole, float(train.seq_len * draft.ttt_steps * kept * width))]
     rows = share * train.seq_len
     shards = hardware.strategy is Strategy.fsdp2
-    # DDP's buckets are always there, and so is what the micro-batches of an update have added up
-    standing = whole if (devices > 1 and not shards) or accumulate > 1 else 0.0
+    # DDP's buckets are always there, and so is what the micro-batches of an update have added up: it comes into the
+    # buckets with the last of them
+    standing = whole * ((devices > 1 and not shards) + (accumulate > 1))
     targets = _targets(rows, w, width)
     made_first = 4.0 * w.hidden * (3 * w.ffn + (w.vocab if draft.train_head else 0))
     halves = 4.0 * 2 * w.hidden * (w.queries + 2 * w.keys)
     moments = [
         StepMemory(standing + made_first, _kept(draft, w, num_aux, train.seq_len, rows, width) + targets),
-        StepMemory(whole + halves * (2 if standing else 1), 4.0 * w.queries * w.hidden + targets),
+        StepMemory(
+            max(whole, standing) + halves * (2 if standing else 1), 4.0 * w.queries * w.hidden + targets
+        ),
     ]
     if shards:  # the buffer that is reduced and cut, beside the whole gradients
         moments.append(StepMemory(2 * whole, targets))

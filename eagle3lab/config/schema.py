@@ -219,6 +219,7 @@ class EngineConfig:
     tensor_parallel: int = 1
     data_parallel: int = 1
     memory_share: float = 0.9
+    eager: bool = False  # no compilation, no CUDA graphs: starts sooner, decodes slower; for acceptance alone
     cache_gib: float | None = None  # of keys and values on one device; default: what is left of memory_share
 
 

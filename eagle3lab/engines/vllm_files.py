@@ -46,22 +46,18 @@ class Scratch:
             parent.mkdir(parents=True, exist_ok=True)
             remove_abandoned(parent)
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+            self._lock = os.open(self.path / f"{OWNER_FILE}.new", os.O_CREAT | os.O_WRONLY, 0o600)
         except OSError as error:
-            raise UserError(
-                Problem(
-                    "hidden states cannot pass through this directory",
-                    f"{parent} ({error.strerror})",
-                    "a directory that can be written, best in memory",
-                    "extract.scratch_dir=DIRECTORY",
-                )
-            ) from error
-        self._lock = os.open(self.path / f"{OWNER_FILE}.new", os.O_CREAT | os.O_WRONLY, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+            raise _unfit(parent, error, "a directory that can be written, best in memory") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as error:  # vLLM could not lock the files of states either
+            _remove(self.path, self._lock)
+            expected = "a directory of this node whose files can be locked (flock), best in memory"
+            raise _unfit(parent, error, expected) from error
         os.rename(self.path / f"{OWNER_FILE}.new", self.path / OWNER_FILE)  # never seen without its lock
-        self._room, self._kept = (
-            Condition(),
-            0,
-        )  # bytes of rows that are asked for and perhaps not yet written
+        self._room = Condition()
+        self._kept = 0  # bytes of rows that are asked for and perhaps not yet written
         self._finalizer = weakref.finalize(self, _remove, self.path, self._lock)
 
     @contextlib.contextmanager
@@ -106,6 +102,11 @@ class Scratch:
         self._finalizer()
 
 
+def _unfit(parent: Path, error: OSError, expected: str) -> UserError:
+    what, fix = "hidden states cannot pass through this directory", "extract.scratch_dir=DIRECTORY"
+    return UserError(Problem(what, f"{parent} ({error.strerror})", expected, fix))
+
+
 def remove_abandoned(parent: Path) -> None:
     """Remove the directories of processes that were killed."""
     for path in parent.glob(f"{PREFIX}*"):
@@ -113,7 +114,7 @@ def remove_abandoned(parent: Path) -> None:
             descriptor = os.open(path / OWNER_FILE, os.O_WRONLY)
         except OSError:  # of another user, or just being made
             continue
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # locked by its owner, or no file can be locked here
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
         os.close(descriptor)

@@ -48,6 +48,7 @@ class VllmSettings:
     decoding: Decoding | None = None  # what it decodes with; None: it captures or answers
     tensor_parallel: int = 1
     memory_share: float = 0.9
+    eager: bool = False  # no compilation, no CUDA graphs
     cache_gib: float | None = (
         None  # None: vLLM measures what is left, which engines that start beside it disturb
     )
@@ -122,7 +123,7 @@ class VllmSettings:
         return {
             "max_num_batched_tokens": batch_tokens,
             "max_num_seqs": min(batch_tokens, 64 if on_cpu else DECODE_SEQUENCES),
-            "enforce_eager": on_cpu,
+            "enforce_eager": on_cpu or self.eager,
             "enable_prefix_caching": True,
         }
 
@@ -135,7 +136,7 @@ class VllmSettings:
         arguments: dict[str, Any] = {
             "max_num_batched_tokens": least if on_cpu else max(least, DECODE_BATCH_TOKENS),
             "max_num_seqs": decoding.num_sequences,
-            "enforce_eager": on_cpu,
+            "enforce_eager": on_cpu or self.eager,
             "enable_prefix_caching": False,  # a second pass over the same prompts would be given their prefill
             "disable_log_stats": False,  # the engine's own counts, to hold ours against
             "logprobs_mode": "raw_logits",

@@ -80,6 +80,7 @@ def _settings(request: EngineRequest, layer_ids: tuple[int, ...], scratch: Path 
         max_positions=request.facts.max_positions,
         tensor_parallel=request.parallel.tensor_parallel,
         memory_share=request.parallel.memory_share,
+        eager=request.parallel.eager,
         cache_gib=request.parallel.cache_gib,
         trust_remote_code=request.model.trust_remote_code,
         architecture=request.facts.architecture,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from eagle3lab.config.value_text import as_typed
 from eagle3lab.evaluate.comparison import (
     ALL,
     Comparison,
@@ -116,7 +116,7 @@ def differences_table(comparison: Comparison) -> Table:
     for i in comparison.order:
         table.add_column(comparison.variants[i].label, overflow="fold")
     for key, values in comparison.differing.items():
-        table.add_row(key, *(_plain(values[i]) for i in comparison.order))
+        table.add_row(key, *(as_typed(values[i]) for i in comparison.order))
     return table
 
 
@@ -134,7 +134,3 @@ def _difference(d: Difference | None) -> str:
 
 def _length(estimate: Estimate | None) -> str:
     return f"{estimate.length:.2f}" if estimate else "-"
-
-
-def _plain(value: Any) -> str:
-    return "null" if value is None else str(value)

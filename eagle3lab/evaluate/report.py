@@ -68,6 +68,11 @@ def _notes(setup: dict[str, Any]) -> list[str]:
     if setup["batch_sizes"] != [1]:
         notes[-1] += ";"
         notes.append("b: texts decoded together; length, by position and same text are of the first")
+    if setup.get("eager"):
+        notes[-1] += ";"
+        notes.append(
+            "tok/s: without compilation and CUDA graphs (hardware.engine.eager): less than serving reaches"
+        )
     if setup["simulated"]:
         notes[-1] += ";"
         notes.append(

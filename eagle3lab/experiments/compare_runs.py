@@ -12,6 +12,7 @@ from typing import Any
 
 from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.config.selection import FIGURES, NAMES, SIMULATED, SelectBy
+from eagle3lab.config.value_text import as_typed
 
 from .run_config import ABSENT, COMMIT, differing_keys, group_by_configuration, is_place, is_seed
 from .run_results import SPEED, RunResult, read_results
@@ -220,9 +221,10 @@ def _labels(groups: Sequence[Sequence[RunResult]], differing: Sequence[str], *, 
     common = set.intersection(*map(set, told))
     labels = [" ".join(o for o in overrides if o not in common) for overrides in told]
     if len(set(labels)) < len(labels):
+        values = [run.config.values if run.config else None for run in firsts]
         labels = [
-            " ".join(f"{k}={run.config.values.get(k, ABSENT)}" for k in differing[:4]) if run.config else ""
-            for run in firsts
+            " ".join(f"{k}={as_typed(v.get(k, ABSENT))}" for k in differing[:4]) if v is not None else ""
+            for v in values
         ]
     if len(set(labels)) < len(labels):
         labels = [run.name for run in firsts]

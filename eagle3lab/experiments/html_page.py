@@ -45,6 +45,13 @@ document.querySelectorAll("th").forEach(function (head) {
 """
 
 
+def figure_cell(value: object) -> str:
+    """A measured figure to six digits, `-` where it was not measured; what is no number stays as it is."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "-" if value is None else str(value)
+
+
 def write_page(path: Path, title: str, blocks: Sequence[Block]) -> None:
     """Write the page to `path`. Texts are escaped; pictures become data URIs."""
     body = "\n".join(_html(block) for block in blocks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from eagle3lab.config.schema import TrainRoot
 from eagle3lab.config.stamp import is_rank_zero
 from eagle3lab.draft.export import export_draft
 from eagle3lab.store.files import write_text
-from eagle3lab.store.manifest import Manifest
+from eagle3lab.store.manifest import Manifest, manifest_hash
 from eagle3lab.store.trained_on import TRAINED_ON_FILE
 
 from .plots import plot_curves
@@ -34,14 +33,10 @@ def shared_facts(cfg: TrainRoot, invocation: Invocation, manifest: Manifest) -> 
     """What every process of a run must have alike, whatever node it is on."""
     return {
         "run_dir": str(cfg.run_dir),
-        "store (by its manifest's hash)": _hash(manifest),
+        "store (by its manifest's hash)": manifest_hash(manifest),
         "command": " ".join(invocation.overrides),
         "installation": ", ".join(f"{name} {version}" for name, version in package_versions().items()),
     }
-
-
-def _hash(manifest: Manifest) -> str:
-    return hashlib.sha256(manifest.to_json().encode()).hexdigest()
 
 
 def begin_run(cfg: TrainRoot, invocation: Invocation, run_dir: Path, manifest: Manifest) -> dict[str, Any]:
@@ -50,7 +45,7 @@ def begin_run(cfg: TrainRoot, invocation: Invocation, run_dir: Path, manifest: M
     provenance = collect(overrides=invocation.overrides, choices=invocation.choices)
     provenance["store"] = {
         "path": str(cfg.store),
-        "manifest_hash": _hash(manifest),
+        "manifest_hash": manifest_hash(manifest),
         "weight_fingerprint": manifest.verifier.weight_fingerprint,
         "tokenizer_hash": manifest.tokenizer_hash,
         "template_hash": manifest.template_hash,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from omegaconf import OmegaConf
 from eagle3lab.config.compose import group_options
 from eagle3lab.config.errors import Problem, UserError, raise_all
 from eagle3lab.store.files import sha256_of, write_text
-from eagle3lab.store.manifest import is_complete, read_manifest
+from eagle3lab.store.manifest import is_complete, manifest_hash, read_manifest
 
 from .run_config import flatten, is_place, read_content
 from .run_dir import CONFIG, PROVENANCE, SUMMARY, read_json
@@ -58,9 +57,7 @@ def require_repeatable(run_dir: Path, store: Path | None = None) -> Path:
                 fix="--store DIRECTORY, where it is now",
             )
         )
-    elif (found := hashlib.sha256(read_manifest(path).to_json().encode()).hexdigest()) != recorded[
-        "manifest_hash"
-    ]:
+    elif (found := manifest_hash(read_manifest(path))) != recorded["manifest_hash"]:
         problems.append(
             Problem(
                 f"the store at {path} is another one than the run was trained on",

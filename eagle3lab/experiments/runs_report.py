@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from eagle3lab.config.selection import FIGURES, SelectBy
+from eagle3lab.config.value_text import as_typed
 
 from .compare_runs import RunComparison, RunVariant
 from .comparison_files import write_comparison
-from .html_page import Block, HtmlTable
+from .html_page import Block, HtmlTable, figure_cell
 from .run_results import SPEED
 from .runs_plot import plot_runs
 from .seed_intervals import SeedMean
@@ -53,7 +54,7 @@ def print_runs(comparison: RunComparison, console: Console) -> None:
         for column in ("key", *(v.label for v in comparison.variants)):
             table.add_column(column, overflow="fold")
         for key in keys:
-            table.add_row(key, *(_plain(v.settings[key]) for v in comparison.variants))
+            table.add_row(key, *(as_typed(v.settings[key]) for v in comparison.variants))
         console.print(table)
     for line in (*(f"NOTE: {note}" for note in comparison.notes), *comparison.method):
         say(line)
@@ -165,10 +166,11 @@ def _blocks(comparison: RunComparison, plot: Path) -> list[Block]:
         failed = [[run.name, run.state, run.reason] for run in comparison.not_finished]
         blocks.append(HtmlTable(["not finished", "state", "why"], failed))
     if keys := list(comparison.variants[0].settings):
-        settings = [[v.label, *(_plain(v.settings[key]) for key in keys)] for v in comparison.variants]
+        settings = [[v.label, *(as_typed(v.settings[key]) for key in keys)] for v in comparison.variants]
         blocks += ["What differs in the resolved configurations:", HtmlTable(["variant", *keys], settings)]
     found = list(run_rows(comparison))
-    blocks += ["Every run:", HtmlTable(list(found[0]), [[_plain(x) for x in row.values()] for row in found])]
+    cells = [[(as_typed if key in keys else figure_cell)(x) for key, x in row.items()] for row in found]
+    blocks += ["Every run:", HtmlTable(list(found[0]), cells)]
     return [*blocks, *(f"NOTE: {note}" for note in comparison.notes), *comparison.method]
 
 
@@ -181,9 +183,3 @@ def _interval(mean: SeedMean | None, sign: str = "") -> str:
 def _number(variant: RunVariant, key: str, form: str) -> str:
     value = variant.means.get(key)
     return "-" if value is None else format(value, form)
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return "null" if value is None else str(value)

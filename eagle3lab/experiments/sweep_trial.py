@@ -18,6 +18,7 @@ from eagle3lab.config.names import is_silent
 from eagle3lab.config.schema import EvaluateRoot, ExtractRoot, TrainRoot
 from eagle3lab.config.selection import SIMULATED
 from eagle3lab.config.stamp import is_rank_zero
+from eagle3lab.config.value_text import as_typed
 
 from .run_dir import CONFIG, SUMMARY, read_json
 from .run_results import FAILED, FINISHED, SWEEP_INDEX
@@ -127,7 +128,7 @@ def _run(cfg: Any, run: Run, invocation: Invocation) -> float | None:
     script = str(read_json(index)["script"]) if index.is_file() else sys.argv[0]
     overrides = {
         "run_dir": quoted(run_dir),
-        "resume": str(cfg.resume).lower(),
+        "resume": as_typed(cfg.resume),
         "hardware.trials_per_node": "1",
     }
     overrides["hardware.num_devices"] = str(devices)

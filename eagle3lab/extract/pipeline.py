@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from eagle3lab.config.errors import Problem, UserError
@@ -109,39 +108,26 @@ def extract_store(
     say(console, describe_disk(store, pending, manifest))
     check_free_space(store, disk_bytes(pending, manifest))
 
-    dtype, device = DTYPES[hardware.precision], pick_device(hardware)
-    picks = sample_indices([len(row.input_ids) for row in rowset.rows], extract.self_test_rows)
-    samples = [rowset.rows[i].input_ids[:MAX_TOKENS] for i in picks]
-    references = None
-    if pick_backend(extract.backend, device) is Backend.hf or reference_fits(path, dtype, device):
-        with timed(seconds, "self_test"):
-            references = reference_forward(
-                path,
-                facts,
-                samples,
-                dtype=dtype,
-                device=device,
-                trust_remote_code=model.trust_remote_code,
-            )
+    lengths = [len(row.input_ids) for row in rowset.rows]
+    samples = [rowset.rows[i].input_ids[:MAX_TOKENS] for i in sample_indices(lengths, extract.self_test_rows)]
+    request = EngineRequest(
+        path,
+        facts,
+        model,
+        DTYPES[hardware.precision],
+        pick_device(hardware),
+        max_len=max(lengths),
+        batch_tokens=extract.batch_tokens,
+        parallel=hardware.engine,
+        layer_ids=layer_ids,
+        scratch_dir=Path(extract.scratch_dir) if extract.scratch_dir else None,
+    )
+    references = _references(extract.backend, request, samples, seconds)
     with timed(seconds, "load"):
-        request = EngineRequest(
-            path,
-            facts,
-            model,
-            dtype,
-            device,
-            max_len=max(len(row.input_ids) for row in rowset.rows),
-            batch_tokens=extract.batch_tokens,
-            parallel=hardware.engine,
-            layer_ids=layer_ids,
-            scratch_dir=Path(extract.scratch_dir) if extract.scratch_dir else None,
-        )
         engine = build_engine(extract.backend, request)
     try:
         with timed(seconds, "self_test"):
-            report.self_test = _self_test(
-                engine, references, samples, layer_ids, facts, dtype, manifest, console
-            )
+            report.self_test = _self_test(engine, references, samples, request, manifest.dtype, console)
             del references
         manifest = replace(manifest, engine={"name": engine.name, **engine.versions()})
         with StoreWriter(store, manifest, rowset.rows, extract.shard_tokens, rowset.user_turns) as writer:
@@ -232,21 +218,37 @@ def _part_line(whole: Path, part: int, num_parts: int, num_rows: int, num_all: i
     )
 
 
+def _references(
+    backend: Backend, request: EngineRequest, samples: Sequence[Sequence[int]], seconds: dict[str, float]
+) -> list[Reference] | None:
+    """A plain transformers forward of the samples; None: the engine is another and nothing else has room."""
+    backend = pick_backend(backend, request.device)
+    if backend is not Backend.hf and not reference_fits(request.path, request.dtype, request.device):
+        return None
+    with timed(seconds, "self_test"):
+        return reference_forward(
+            request.path,
+            request.facts,
+            samples,
+            dtype=request.dtype,
+            device=request.device,
+            trust_remote_code=request.model.trust_remote_code,
+        )
+
+
 def _self_test(
     engine: Engine,
     references: Sequence[Reference] | None,
     samples: Sequence[Sequence[int]],
-    layer_ids: Sequence[int],
-    facts: VerifierFacts,
-    dtype: torch.dtype,
-    manifest: Manifest,
+    request: EngineRequest,
+    stored_dtype: str,
     console: Console,
 ) -> SelfTestReport:
     """The engine's states against a plain transformers forward and against its own second capture.
 
     Without references (the verifier does not fit a second time) the second capture stands in for them.
     """
-    store_dtype = STORE_DTYPES[manifest.dtype]
+    facts, layer_ids, dtype = request.facts, request.layer_ids, request.dtype
     by_itself = references is None
     edge = load_edge_weights(facts, parts=("embedding", "head", "norm") if by_itself else ("head", "norm"))
     if references is None:
@@ -255,7 +257,13 @@ def _self_test(
         references = engine_references(engine, samples, facts, edge)
         say(console, "the verifier does not fit beside the engine: the self-test uses hooks in the engine")
     report = self_test_engine(
-        engine, references, layer_ids, facts, edge, compute_dtype=dtype, store_dtype=store_dtype
+        engine,
+        references,
+        layer_ids,
+        facts,
+        edge,
+        compute_dtype=dtype,
+        store_dtype=STORE_DTYPES[stored_dtype],
     )
     say(console, f"alignment self-test passed: {report}")
     if not by_itself:

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.config.schema import DataConfig, ExtractorConfig, HardwareConfig, ModelConfig
+from eagle3lab.config.value_text import as_typed
 from eagle3lab.engines.base import Answerer, EngineError, Sampling
 from eagle3lab.engines.request import EngineRequest
 from eagle3lab.engines.select import DTYPES, build_answerer, pick_device
@@ -161,8 +162,8 @@ def refuse_other_kind(store: Path, regenerate: bool) -> None:
     if stored != regenerate:
         raise UserError(
             Problem(
-                f"{store} was begun with data.regenerate={str(stored).lower()}",
-                expected=f"data.regenerate={str(regenerate).lower()} as now",
+                f"{store} was begun with data.regenerate={as_typed(stored)}",
+                expected=f"data.regenerate={as_typed(regenerate)} as now",
                 fix="store=ANOTHER_DIRECTORY, or delete this one, or undo the change",
             )
         )

@@ -101,6 +101,11 @@ def _seal(values: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
+def manifest_hash(manifest: Manifest) -> str:
+    """Hex sha256 of the whole manifest, engine and accounting included: by it a run knows its store again."""
+    return hashlib.sha256(manifest.to_json().encode()).hexdigest()
+
+
 def is_store(path: Path) -> bool:
     """Whether `path` is a directory that eagle3lab began to write as a store."""
     return (path / MANIFEST_FILE).is_file()

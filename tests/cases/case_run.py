@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import yaml
-from lightning.pytorch.loggers.logger import DummyLogger
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -170,20 +169,6 @@ def largest_difference(one: Any, two: Any) -> float:
 def logged(path: Path, column: str) -> list[float]:
     with (path / METRICS_FILE).open(newline="") as f:
         return [float(row[column]) for row in csv.DictReader(f) if row[column]]
-
-
-class Stop(Exception):
-    pass
-
-
-class StopAt(DummyLogger):
-    def __init__(self, update: int) -> None:
-        super().__init__()
-        self.update = update
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        if step == self.update:
-            raise Stop
 
 
 def train_words(case_id: str, seq_len: int) -> list[str]:

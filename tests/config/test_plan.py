@@ -188,7 +188,7 @@ def test_a_store_that_is_not_there_yet_bounds_a_plan_by_its_data() -> None:
 
 
 def test_gradients_are_held_twice_where_buckets_keep_them_and_summed_once_per_update() -> None:
-    """DDP's buckets are always there; what one device alone adds up over micro-batches is too."""
+    """DDP's buckets are always there; what a device adds up over micro-batches is too, and beside them."""
     draft = DraftConfig(name="eagle3")
 
     def plan(devices: int, per_update: int | None = None, **hardware: object) -> TrainPlan:
@@ -208,6 +208,8 @@ def test_gradients_are_held_twice_where_buckets_keep_them_and_summed_once_per_up
     assert one.memory_gib[part] < whole
     assert two.memory_gib[part] == pytest.approx(one.memory_gib[part] + whole)
     assert added_up.memory_gib[part] == pytest.approx(two.memory_gib[part])
+    both = plan(2, 4 * 8192, strategy=Strategy.ddp)
+    assert both.memory_gib[part] == pytest.approx(two.memory_gib[part] + whole)
     # 2 (n - 1) / n of the bytes over the link, once per update
     slow, rare = plan(2, link_gb_per_second=10.0), plan(2, 8 * 2 * 8192, link_gb_per_second=10.0)
     assert two.exchange_share == 0

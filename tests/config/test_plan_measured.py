@@ -83,10 +83,18 @@ def _measured() -> Iterator[Measured]:
             f"hidden 7168: {side}", WIDE, 4096, STEPS[side], 3, 0.5, figures["gib"], figures["tok_s"]
         )
     results = _file("end_to_end_h200")
-    for run, row in zip(results["notes"]["runs"], results["rows"], strict=True):
-        k, speed = run["ttt_steps"], row["train_tok_s"]
+    for row in results["rows"]:
+        run = results["notes"][f"k{row['ttt_steps']}_{row['storage']}"]
         yield Measured(
-            "train.py", QWEN3_8B, 8192, TrainingStep.reference, k, 0.5, run["peak_gib"], speed, True
+            f"train.py, {row['storage']}",
+            QWEN3_8B,
+            8192,
+            TrainingStep(results["notes"]["step"]),
+            row["ttt_steps"],
+            0.5,
+            run["peak_memory_gib"],
+            row["train_tok_s"],
+            True,
         )
 
 

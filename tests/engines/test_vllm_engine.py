@@ -20,7 +20,7 @@ from eagle3lab.engines.vllm import VllmRunner
 from eagle3lab.engines.vllm_answers import VllmAnswerer
 from eagle3lab.engines.vllm_engine import VllmEngine
 from eagle3lab.engines.vllm_files import OWNER_FILE, Scratch
-from eagle3lab.engines.vllm_settings import VllmSettings
+from eagle3lab.engines.vllm_settings import Decoding, VllmSettings
 
 HIDDEN, LAYER_IDS, VOCAB = 8, (1, 2, 3), 32
 BYTES_PER_TOKEN = len(LAYER_IDS) * HIDDEN * 4 + 16
@@ -141,6 +141,14 @@ def test_files_of_a_request_that_lacks_one_are_removed(
     with pytest.raises(EngineError, match="named 1 files of states for 2 rows"):
         VllmRunner().ask([[1], [2]])  # type: ignore[call-arg]
     assert not file.exists()
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_graphs_are_left_out_where_they_are_not_wanted(device: str) -> None:
+    for decoding in (None, Decoding(4)):  # answers, decoding
+        settings = replace(SETTINGS, device=device, layer_ids=(), decoding=decoding)
+        assert settings.arguments()["enforce_eager"] is (device == "cpu")
+        assert replace(settings, eager=True).arguments()["enforce_eager"] is True
 
 
 def test_a_cache_of_a_given_size_is_not_measured() -> None:

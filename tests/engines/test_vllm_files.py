@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eagle3lab.config.errors import IntegrityError, UserError
+from eagle3lab.config.errors import EXIT_USER_ERROR, IntegrityError, UserError
 from eagle3lab.config.schema import Backend
 from eagle3lab.engines import replicas, vllm_files
 from eagle3lab.engines.base import EngineDied, EngineError
@@ -179,6 +180,30 @@ def test_a_scratch_directory_that_cannot_be_made_is_a_user_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="scratch_dir"):
         Scratch(tmp_path / "file")
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_a_user_error_and_keeps_nothing_of_this_run(
+    tmp_path, monkeypatch, number
+):
+    left = tmp_path / f"{vllm_files.PREFIX}left"  # by a process that was killed, or by one of another node
+    left.mkdir()
+    (left / vllm_files.OWNER_FILE).write_text("")
+
+    def flock(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(vllm_files.fcntl, "flock", flock)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(UserError) as found:
+        Scratch(tmp_path)
+    (problem,) = found.value.problems
+    assert problem.value == f"{tmp_path} ({os.strerror(number)})"
+    assert "locked (flock)" in problem.expected
+    assert problem.fix == "extract.scratch_dir=DIRECTORY"
+    assert found.value.exit_code == EXIT_USER_ERROR == 2
+    assert list(tmp_path.iterdir()) == [left]  # whether its owner lives cannot be known
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_shares_hold_every_row_once_and_like_numbers_of_tokens():

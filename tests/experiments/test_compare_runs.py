@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from eagle3lab.__main__ import main
 from eagle3lab.config.errors import UserError
 from eagle3lab.config.selection import SelectBy
 from eagle3lab.experiments.compare_runs import RunComparison, compare_runs
-from eagle3lab.experiments.runs_report import write_runs
+from eagle3lab.experiments.runs_report import print_runs, write_runs
 from eagle3lab.experiments.seed_intervals import seed_mean, student_quantile
 
 from ..evaluate.evaluation_files import drawn_steps, write_run
@@ -217,6 +218,23 @@ def test_the_files_hold_every_run_and_the_page_needs_nothing_beside_it(sweep: Pa
     before = {path: path.read_bytes() for path in (page, *out.iterdir())}
     write_runs(compare_runs([sweep]), out=out, html=page)
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_settings_keep_every_digit_and_figures_six(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = ("0.00012345678", "0.00012345679", "null")
+    runs = [finished(tmp_path / f"run{i}", [1 / 3], lr=rate) for i, rate in enumerate(rates)]
+    comparison, page = compare_runs(runs), tmp_path / "page.html"
+    write_runs(comparison, out=None, html=page)
+    cells = Page(page.read_text()).cells
+    for rate in rates:  # in the table of what differs, and in the row of its run; a figure is no "null"
+        assert cells.count(rate) == 2
+    assert cells.count("1.33333") == 2 * len(runs)  # the criterion, and the figure it is
+    print_runs(comparison, Console(width=140))
+    said = capsys.readouterr().out
+    assert "0.00012345678" in said
+    assert "0.00012345679" in said
 
 
 def test_the_command_prints_the_table_for_a_sweep_and_for_runs_without_evaluation(
