@@ -21,7 +21,7 @@ from eagle3lab.draft.pruned.heads import loss_and_gradient as with_gradient
 from eagle3lab.draft.pruned.plan import PrunedPlan, plan_pack
 from eagle3lab.draft.pruned.step import check_prunable, pruned_forward
 from eagle3lab.draft.pruned.unrolled import windows_of
-from eagle3lab.draft.pruned.weights import stacked
+from eagle3lab.draft.pruned.weights import Matrix, stacked
 from eagle3lab.draft.ttt import LossRecorder, ttt_forward
 from eagle3lab.verifier.facts import VerifierFacts
 from eagle3lab.verifier.weights import EdgeWeights
@@ -109,6 +109,39 @@ def test_without_supervision_loss_and_every_gradient_are_zero(
     found = gradients(model, output.loss_sums.sum())
     assert found.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
     assert all(not g.any() for g in found.values())
+
+
+@pytest.mark.parametrize("train_head", [False, True])
+def test_a_gradient_is_handed_on_as_soon_as_it_is_whole(
+    train_head: bool, make_draft: MakeDraft, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks sum it while the rest is computed: all at the end would be all waited for."""
+    model = make_draft(train_head=train_head)
+    events: list[str] = []
+    added = Matrix.add
+
+    def add(matrix: Matrix, *arguments: Any) -> None:
+        events.append("product")
+        added(matrix, *arguments)
+
+    monkeypatch.setattr(Matrix, "add", add)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.ndim > 1:
+            parameter.register_post_accumulate_grad_hook(partial(lambda n, _: events.append(n), name))
+    run(model, make_batch((9, 7))).loss_sums.sum().backward()
+    products = [i for i, event in enumerate(events) if event == "product"]
+    left = {
+        event.split(".")[-2]: sum(i > at for i in products)
+        for at, event in enumerate(events)
+        if event != "product"
+    }
+    # after it: the output of attention, then its inputs (rows, context, embedding ahead), then the first projection
+    assert left["fc"] == 0
+    assert left["q_proj"] == left["k_proj"] == left["v_proj"] == 1
+    assert left["o_proj"] > 3
+    assert left["down_proj"] == left["gate_proj"] == left["up_proj"] == left["o_proj"] + 1
+    if train_head:
+        assert left["lm_head"] == left["down_proj"] + 2
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.autograd import Function
 
 from . import elementwise as e
 from .attention import Attention
-from .weights import ALL, Matrix, split_first, stacked
+from .weights import ALL, Matrix, Weight, split_first, stacked
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, each `[N, d]`
 
@@ -21,11 +22,14 @@ class Layer:
 
     The first layer takes the embedding and the state side by side. Its projections of the embedding, by
     `qkv_embedding`, are made once for every position by the caller, who passes them as `extra`.
+
+    A weight is cast where step 0 first needs it. Autograd runs what was recorded last first, so the weight's
+    gradient is handed on as soon as its last product is done, and ranks sum it while the rest is computed.
     """
 
     def __init__(self, layer: nn.Module, *, first: bool, dtype: torch.dtype, compiled: bool) -> None:
         part: Any = layer
-        attention, mlp = part.self_attn, part.mlp
+        attention, self.mlp = part.self_attn, part.mlp
         config: Any = attention.config
         self.dtype, self.compiled = dtype, compiled
         self.num_heads, self.num_kv = config.num_attention_heads, config.num_key_value_heads
@@ -39,23 +43,44 @@ class Layer:
             module.weight if module is not None else None
             for module in (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
         )
-        modules = [attention.q_proj, attention.k_proj, attention.v_proj]
-        weights = [m.weight for m in modules]
-        if first:
-            norm = part.input_layernorm.weight
-            self.qkv_embedding, self.qkv = split_first(norm, weights, config.hidden_size, dtype)
-        else:
-            self.qkv = stacked(weights, dtype)
-        self.qkv_bias = _bias(modules)
-        q_size = weights[0].shape[0]
+        self.projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.embedding_norm = part.input_layernorm.weight if first else None
+        self.qkv_bias = _bias(self.projections)
+        q_size = attention.q_proj.weight.shape[0]
         self.q_part, self.kv_part = slice(0, q_size), slice(q_size, None)
-        self.o, self.o_bias = stacked([attention.o_proj.weight], dtype), _bias([attention.o_proj])
-        self.gate_up = stacked([mlp.gate_proj.weight, mlp.up_proj.weight], dtype)
-        self.down = stacked([mlp.down_proj.weight], dtype)
-        self.gate_up_bias, self.down_bias = _bias([mlp.gate_proj, mlp.up_proj]), _bias([mlp.down_proj])
+        self.o_proj, self.o_bias = attention.o_proj, _bias([attention.o_proj])
+        self.gate_up_bias = _bias([self.mlp.gate_proj, self.mlp.up_proj])
+        self.down_bias = _bias([self.mlp.down_proj])
         self.keys: Sequence[Tensor] = ()  # of step 0; shape: [n_kv, C, d]
         self.own_keys: list[Tensor] = []  # of later steps; shape: [n_kv, R, d]
         self.own_values: list[Tensor] = []
+
+    @cached_property
+    def _split(self) -> tuple[Weight, Weight]:
+        """Of a first layer: what is multiplied with the embedding, and what with the state."""
+        assert self.embedding_norm is not None
+        weights = [m.weight for m in self.projections]
+        return split_first(self.embedding_norm, weights, len(self.embedding_norm), self.dtype)
+
+    @cached_property
+    def qkv_embedding(self) -> Weight:
+        return self._split[0]
+
+    @cached_property
+    def qkv(self) -> Weight:
+        return self._split[1] if self.first else stacked([m.weight for m in self.projections], self.dtype)
+
+    @cached_property
+    def o(self) -> Weight:
+        return stacked([self.o_proj.weight], self.dtype)
+
+    @cached_property
+    def gate_up(self) -> Weight:
+        return stacked([self.mlp.gate_proj.weight, self.mlp.up_proj.weight], self.dtype)
+
+    @cached_property
+    def down(self) -> Weight:
+        return stacked([self.mlp.down_proj.weight], self.dtype)
 
     def enter(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """A first layer's input: the rounded norm of the state, and the residual. shape: [N, H]"""

@@ -88,10 +88,12 @@ def pruned_forward(
         if plan.num_rows == 0:
             return _nothing(model, plan)
         unrolled = Unrolled(model, batch, plan, dtype, compiled)
-        head = _head(model, batch, plan, loss, dtype, compiled, max_target_bytes)
+        head: Head | None = None
         steps = []
         for k in range(ttt_steps):
             states = unrolled.step(k)
+            if head is None:  # where it is first used, as the layers' weights
+                head = _head(model, batch, plan, loss, dtype, compiled, max_target_bytes)
             counted = plan.counted[k]
             weights = counted.to(torch.float32)
             if token_weights is not None:
