@@ -72,6 +72,13 @@ ONE_SEED = {
     "speculators_k7": ("experiment=speculators_09", "draft.step=reference", "draft.ttt_steps=7"),
     "muon_3e-2_k7": ("draft.ttt_steps=7", "optim=muon", "optim.lr=3e-2", WARM_UP),
     "adamw_1e-4_k7": ("draft.ttt_steps=7", "optim=adamw", "optim.lr=1e-4", WARM_UP),
+    "default_k7_decay0.8": (
+        "draft.ttt_steps=7",
+        "loss.step_decay=0.8",
+        "optim=adamw",
+        "optim.lr=1e-3",
+        WARM_UP,
+    ),
     "muon": ("draft.ttt_steps=3", "optim=muon", "optim.lr=1e-3", WARM_UP),
 }
 

@@ -22,7 +22,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 ROOT = DOCS.parent
 PAGES = {
     page.name: re.sub(r"\s*\\\n\s*", " ", page.read_text(encoding="utf-8"))  # one line, as a shell reads it
-    for page in sorted(DOCS.glob("*.md"))
+    for page in sorted(DOCS.rglob("*.md"))
 }
 COMMANDS = [
     (name, line.strip().partition(" #")[0].strip())
