@@ -41,9 +41,8 @@ from eagle3lab.verifier.locate import locate_verifier
 from eagle3lab.verifier.weights import load_edge_weights
 
 PREFILL_TOKENS = 512  # of one forward on the CPU; a GPU takes more
-# Share of the largest logit within which two tokens are a tie that rounding may decide. bf16 rounds logits to steps of
-# 0.4 to 0.8 % of them; of 872 first differences of SmolLM2 on an H200 (6 drafts, 180 prompts, k=3 and 7) 815 were at
-# most 2 such steps, and the widest two places 3 and 4.
+# Share of the largest logit within which two tokens are a tie that rounding may decide. bf16 rounds a logit to steps of
+# 0.4 to 0.8 % of it. Measured: docs/results/smollm2.md.
 NEAR_TIE = {Precision.fp32: 1e-4, Precision.bf16: 4e-2}
 
 
