@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -49,6 +50,7 @@ def run_command(entry: str, run: Callable[[Any, Invocation], float | None]) -> N
         return
 
     def task(cfg: DictConfig) -> float | None:
+        _hear_warnings()
         invocation = Invocation.current()
 
         def run_together(cfg: Any, invocation: Invocation) -> float | None:
@@ -98,6 +100,13 @@ def run_command(entry: str, run: Callable[[Any, Invocation], float | None]) -> N
         code = _end_of_sweep()
     if code:
         sys.exit(code)
+
+
+def _hear_warnings() -> None:
+    """Of libraries no less than warnings: Hydra's handler would print as its own what they tell of themselves."""
+    logging.getLogger().setLevel(logging.WARNING)
+    for name in ("hydra", "hydra_plugins"):
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def _end_of_sweep() -> int:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import typing
 from typing import Any
 
 from eagle3lab.config.errors import Problem, UserError
+
+from .vllm_settings import QUIET
 
 CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
 SPECULATIVE_MODULE = "vllm.config.speculative"
@@ -54,6 +57,8 @@ def require_vllm(device: str, *, decodes: bool = False) -> None:
 
 def missing_capabilities(device: str, *, decodes: bool = False) -> list[str]:
     """What the code below uses and the installed vllm does not have, by name."""
+    for name, value in QUIET.items():  # this may be the first import of vllm
+        os.environ.setdefault(name, value)
     missing = []
     wanted: dict[str, tuple[str, ...]] = {
         "vllm": ("LLM", "SamplingParams"),

@@ -51,3 +51,17 @@ def test_the_users_own_command_plans_anywhere() -> None:
     assert done.returncode == 0, done.stderr
     for line in ("memory per device", "tokens per update    16,384", "GB/s"):
         assert line in done.stdout
+
+
+def test_what_libraries_tell_of_themselves_is_not_printed_as_hydras() -> None:
+    code = (
+        "import logging, sys; from eagle3lab.under_hydra import run_command\n"
+        "def run(cfg, invocation):\n"
+        "    logging.getLogger('library').info('hello')\n"
+        "    logging.getLogger('library').warning('beware')\n"
+        "sys.argv = ['train.py', 'model=tiny', 'hardware=cpu']\n"
+        "run_command('train', run)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "hello" not in done.stdout + done.stderr
+    assert "beware" in done.stdout + done.stderr
