@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
@@ -191,6 +192,8 @@ def _strategy(hardware: HardwareConfig) -> Strategy | str:
     backend = "nccl" if hardware.accelerator is Accelerator.cuda else "gloo"
     if hardware.strategy is schema.Strategy.fsdp2:
         return ShardedStrategy(num_replicas(hardware), backend)
+    # Lightning wraps the module under a stream of its own, and there gradients are added and summed: it is meant
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     # the draft's buffers never change, so nothing needs to be sent before a forward
     return DDPStrategy(process_group_backend=backend, broadcast_buffers=False, gradient_as_bucket_view=True)
 
