@@ -24,7 +24,7 @@ from eagle3lab.config.plan_sizes import all_reduce_seconds, draft_size, stored_b
 from eagle3lab.config.schema import DraftConfig, Shapes, StoreDtype
 
 RESULTS = ROOT / "benchmarks/results"
-HARDWARE = ("hopper8", "blackwell8")
+HARDWARE = ("h200x2", "hopper8", "blackwell8")  # the first one's link is a measured sum
 DEVICES = (2, 4, 8)
 PACKS = (1, 2, 4)  # of one device in an update
 GOAL = 0.93
