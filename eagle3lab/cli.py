@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -107,6 +109,7 @@ def run_train(cfg: TrainRoot, invocation: Invocation) -> float | None:
     if cfg.plan:
         return None
     apply_environment(hardware)
+    atexit.register(gc.freeze)  # else the collector's last walk over all that is imported takes a second
     if is_rank_zero():
         from eagle3lab.doctor.preflight import before_training
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,7 +49,8 @@ def preflight(command: str, directory: Path, *, num_processes: int, without: Seq
     for the symbols, and the run finds them imported.
     """
     start = time.perf_counter()
-    checks = list(_checks(command, directory, num_processes, without))
+    with _collector_at_rest():
+        checks = list(_checks(command, directory, num_processes, without))
     failures = [check for check in checks if check.status is Status.fail]
     if failures and os.environ.get(MODE_VARIABLE) != "warn":
         problems = [
@@ -66,6 +69,16 @@ def preflight(command: str, directory: Path, *, num_processes: int, without: Seq
     ]
     lines += [f"doctor: {c.status.value}: {c.name}: {c.found}\n    try: {c.remedy}" for c in notes]
     return "\n".join(lines)
+
+
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """Without Python's collector: what imports make stays, and to walk it over and over takes a sixth of their time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _checks(command: str, directory: Path, num_processes: int, without: Sequence[str]) -> Iterator[Check]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 # The verifier's own tensors, in the model for training targets only.
 _NOT_EXPORTED = ("verifier_lm_head.weight", "verifier_norm.weight")
+_LOOKED_UP = "embed_tokens.weight"
 _CHECK_STEPS = 3
 _CHECK_ROWS = 24
 
@@ -108,14 +109,15 @@ def load_draft(
     directory = Path(directory)
     config, tensors = read_export(directory)
     refuse_other_verifier(directory, config, tensors, facts, edge)
-    model = _model_from(config, tensors, attention)
+    # copies: the file may be written over while its draft is in use
+    model = _model_from(config, {name: tensor.clone() for name, tensor in tensors.items()}, attention)
     fill_verifier_target(model, edge, vocabulary_of(model))
     assert_finite(model)
     return _cast_weights(model, dtype)
 
 
 def read_export(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and tensors of an exported draft, checked the way an engine reads them.
+    """config.json and tensors of an exported draft, mapped from its file, checked the way an engine reads them.
 
     Raises UserError for a directory without a draft, IntegrityError naming every fault of its files.
     """
@@ -168,10 +170,12 @@ def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _model_from(config: Mapping[str, Any], tensors: Mapping[str, Tensor], attention: str) -> Eagle3DraftModel:
+    """A draft that holds these very tensors, cast where it has another dtype; the verifier's are still missing."""
     model = draft_from_config(config, attention=attention)
     own = model.state_dict()
+    held = {name: tensor.to(own[name].dtype) for name, tensor in tensors.items()}
     # Strict but for the verifier's tensors, which no export holds.
-    model.load_state_dict({**tensors, **{name: own[name] for name in _NOT_EXPORTED}})
+    model.load_state_dict({**held, **{name: own[name] for name in _NOT_EXPORTED}}, assign=True)
     return model
 
 
@@ -190,7 +194,9 @@ def _compare_with(model: Any, directory: Path) -> None:
         if (read := getattr(draft_format.engine_view(config), name)) != trained
     ]
     device = next(model.parameters()).device
-    reread: Any = _model_from(config, tensors, "sdpa").to(device)
+    # in memory of their own, as the trained ones: the last bits of a product depend on where its factors begin
+    held = {name: tensor if name == _LOOKED_UP else tensor.clone() for name, tensor in tensors.items()}
+    reread: Any = _model_from(config, held, "sdpa").to(device)
     _cast_weights(reread, next(model.parameters()).dtype)
     if not torch.equal(reread.rotary_emb.inv_freq, model.rotary_emb.inv_freq):
         faults.append(Problem("the re-read draft rotates with other frequencies"))

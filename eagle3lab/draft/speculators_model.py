@@ -9,15 +9,18 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle3lab.config.errors import Problem, UserError, raise_all
 from eagle3lab.config.schema import DraftConfig, HeadStart, LossConfig, LossKind
+from eagle3lab.draft.format import all_finite
 from eagle3lab.draft.layer_config import layer_config
 from eagle3lab.draft.losses import TokenLoss
 from eagle3lab.draft.vocabulary import DraftVocabulary
@@ -167,70 +170,74 @@ def build_draft(
     model = _construct(config, attention)
     _draw_trainable(model, config.transformer_layer_config.initializer_range, seed, cfg.head)
     model.load_vocab_mappings(vocabulary.t2d, vocabulary.d2t)
-    _fill_embedding(model, edge)
-    if cfg.head is HeadStart.verifier:
-        _fill_head(model, edge, vocabulary)
-    model.lm_head.weight.requires_grad_(cfg.train_head)
+    assert edge.embedding is not None
+    _give(model.embed_tokens.weight, edge.embedding)
     fill_verifier_target(model, edge, vocabulary)
+    if cfg.head is HeadStart.verifier:
+        _give(model.lm_head.weight, model.verifier_lm_head.weight.data.clone())
+    model.lm_head.weight.requires_grad_(cfg.train_head)
     assert_finite(model)
     return model
 
 
 def draft_from_config(config: Mapping[str, Any], *, attention: str) -> Eagle3DraftModel:
-    """A draft of the shapes in an exported config.json. Frozen tensors are NaN until they are loaded."""
+    """A draft of the shapes in an exported config.json. Its matrices are NaN, and take no memory, until they are
+    assigned."""
     return _construct(_checked_api().Eagle3SpeculatorConfig.from_dict(dict(config)), attention)
 
 
+class _NothingDrawn(TorchDispatchMode):
+    """Modules made within leave memory untouched where they would draw at random, or mark it with NaN."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ops = torch.ops.aten
+        drawn = func in (ops.normal_.default, ops.uniform_.default)
+        if drawn or (func is ops.fill_.Scalar and math.isnan(args[1])):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
 def _construct(config: Any, attention: str) -> Eagle3DraftModel:
+    """A draft whose matrices are a single NaN, spread: to draw and touch gigabytes that are replaced takes seconds."""
     # Never serialised, so it must be set before every construction; layers keep a reference to it.
     config.transformer_layer_config._attn_implementation = ATTENTION[attention]
-    with torch.random.fork_rng(devices=[]):
-        return _checked_api().Eagle3DraftModel(config)
+    with torch.random.fork_rng(devices=[]), _NothingDrawn():
+        model = _checked_api().Eagle3DraftModel(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data = parameter.new_tensor(torch.nan).expand(parameter.shape)
+    return model
 
 
-@torch.no_grad()
 def _draw_trainable(model: Any, std: float, seed: int, head: HeadStart) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.ndim > 1:
-            parameter.normal_(0.0, std, generator=generator)
+    drawn = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
     if head is HeadStart.random:
-        model.lm_head.weight.normal_(0.0, std, generator=generator)
+        drawn.append(model.lm_head.weight)
+    for parameter in drawn:
+        _give(parameter, torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
 
-@torch.no_grad()
-def _fill_embedding(model: Any, edge: EdgeWeights) -> None:
-    assert edge.embedding is not None
-    _copy(model.embed_tokens.weight, edge.embedding)
-
-
-@torch.no_grad()
-def _fill_head(model: Any, edge: EdgeWeights, vocabulary: DraftVocabulary) -> None:
-    assert edge.head is not None
-    _copy(model.lm_head.weight, edge.head[vocabulary.t2d.to(edge.head.device)])
-
-
-@torch.no_grad()
 def fill_verifier_target(model: Any, edge: EdgeWeights, vocabulary: DraftVocabulary) -> None:
     """Give the model the verifier's own norm and head rows, from which training targets are made.
 
-    These two are the verifier's and are in no export. `edge.norm` is a plain RMSNorm weight.
+    These two are the verifier's, frozen, and in no export. `edge.norm` is a plain RMSNorm weight.
     """
     assert edge.norm is not None
     assert edge.head is not None
-    _copy(model.verifier_norm.weight, edge.norm)
-    _copy(model.verifier_lm_head.weight, edge.head[vocabulary.t2d.to(edge.head.device)])
+    _give(model.verifier_norm.weight, edge.norm)
+    _give(model.verifier_lm_head.weight, edge.head[vocabulary.t2d.to(edge.head.device)])
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    # copy_ would broadcast a wrong shape silently.
-    assert target.shape == source.shape, (tuple(target.shape), tuple(source.shape))
-    target.copy_(source)
+def _give(parameter: nn.Parameter, values: Tensor) -> None:
+    """Make `values` the parameter's, without a copy where device and dtype are the same."""
+    assert parameter.shape == values.shape, (tuple(parameter.shape), tuple(values.shape))
+    parameter.data = values.to(parameter)
 
 
 def assert_finite(model: nn.Module) -> None:
-    """speculators marks tensors that were never loaded by NaN: none may be left."""
-    bad = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
+    """Tensors that were neither drawn nor loaded are NaN: none may be left."""
+    bad = [name for name, p in model.named_parameters() if not all_finite(p)]
     assert not bad, f"not loaded or not finite: {', '.join(bad)}"
 
 

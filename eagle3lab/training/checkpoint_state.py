@@ -180,7 +180,8 @@ def load_weights(draft: nn.Module, path: Path) -> int:
     not this draft's.
     """
     read_position(path)
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    # mapped: most of the file is the optimizer's
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     held = _draft_tensors(checkpoint) | checkpoint.get(AVERAGE, {})
     problems = _tensor_problems(held, draft)
     if problems:

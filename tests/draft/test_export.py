@@ -182,6 +182,18 @@ def test_a_truncated_file_is_reported_as_damaged(
         load_draft(tmp_path / "draft", facts, edge)
 
 
+def test_a_loaded_draft_outlives_its_file(
+    make_draft: Callable[..., Any], facts: VerifierFacts, edge: EdgeWeights, tmp_path: Path
+) -> None:
+    export_draft(make_draft(), tmp_path / "draft", {})
+    loaded = load_draft(tmp_path / "draft", facts, edge)
+    before = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
+    weights = tmp_path / "draft" / "model.safetensors"
+    with open(weights, "r+b") as file:  # written over, not replaced
+        file.write(bytes(weights.stat().st_size))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.state_dict().items())
+
+
 def test_the_vocabulary_of_the_file_wins(
     make_draft: Callable[..., Any], facts: VerifierFacts, edge: EdgeWeights, tmp_path: Path
 ) -> None:

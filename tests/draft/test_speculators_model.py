@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from eagle3lab.config.errors import UserError
 from eagle3lab.config.schema import DraftConfig, HeadStart, LayerType
+from eagle3lab.draft import speculators_model
+from eagle3lab.draft.format import all_finite
 from eagle3lab.draft.speculators_model import (
     build_draft,
     required_symbols,
@@ -137,6 +140,25 @@ def test_a_weight_of_another_shape_never_broadcasts(
 ) -> None:
     with pytest.raises(AssertionError, match="64"):
         build(facts, dataclasses.replace(edge, norm=torch.ones(1)), vocabulary)
+
+
+def test_what_is_neither_drawn_nor_loaded_is_found(
+    facts: VerifierFacts, edge: EdgeWeights, vocabulary: DraftVocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrices = [name for name, p in build(facts, edge, vocabulary).named_parameters() if p.ndim > 1]
+    monkeypatch.setattr(speculators_model, "_give", lambda parameter, values: None)
+    with pytest.raises(AssertionError) as error:
+        build(facts, edge, vocabulary)
+    assert str(error.value).partition(": ")[2].split(", ") == matrices
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -65504.0])
+def test_a_single_value_decides_whether_all_are_finite(dtype: torch.dtype, value: float) -> None:
+    tensor = torch.randn(33, 17, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert all_finite(tensor)
+    tensor[20, 5] = value
+    assert all_finite(tensor) == math.isfinite(value)
 
 
 def test_a_weight_that_is_not_finite_is_found(
