@@ -159,9 +159,13 @@ def extract(bench: Bench) -> None:
     if bench.arguments.regenerate:
         data += ["data.regenerate=true", "data.sampling.temperature=0.7", "data.sampling.max_new_tokens=512"]
         data += [f"data.paths=[{copies_of_conversations(bench)}]"]
-    backend = ["extract.backend=vllm", "extract.batch_tokens=8192", "hardware.engine.memory_share=0.2"]
-    backend += ["hardware.engine.cache_gib=16", f"hardware.engine.data_parallel={bench.arguments.devices}"]
-    backend = [] if bench.on_cpu else backend
+    backend = []
+    if not bench.on_cpu:
+        backend += ["extract.backend=vllm", "extract.batch_tokens=8192", "hardware.engine.memory_share=0.2"]
+        backend += [
+            "hardware.engine.cache_gib=16",
+            f"hardware.engine.data_parallel={bench.arguments.devices}",
+        ]
     start = bench.seconds()
     if not (bench.store / "manifest.json").is_file():
         bench.run("extract", "extract.py", *bench.words, *data, *backend, f"store={bench.store}")

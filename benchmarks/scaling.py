@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, write_results
-from synthetic import LAYER_IDS, QWEN3_8B, make_rows, make_store, make_verifier
+from synthetic import LAYER_IDS, QWEN3_8B, make_rows, make_store, make_verifier, train_words
 
 from eagle3lab.config.plan_sizes import stored_bytes_per_token
 from eagle3lab.config.schema import Shapes
@@ -93,11 +93,9 @@ class Bench:
         """One `train.py`; its directory is removed afterwards: checkpoints are large."""
         size, out = self.size, self.work / f"scaling-{self.name}-{strategy}-{num_devices}-{os.getpid()}"
         command = [
-            sys.executable, "train.py", "model=local", "model.name=synthetic", f"model.path={self.verifier}",
-            "data=jsonl", "data.paths=[none]", f"store={self.store}", f"hardware={hardware}",
-            f"hardware.num_devices={num_devices}", f"hardware.strategy={strategy}",
-            f"draft.ttt_steps={self.arguments.ttt_steps}",
-            f"draft.aux_layer_ids=[{','.join(map(str, LAYER_IDS))}]", f"train.seq_len={size.seq_len}",
+            sys.executable, "train.py",
+            *train_words(self.verifier, self.store, seq_len=size.seq_len, ttt_steps=self.arguments.ttt_steps),
+            f"hardware={hardware}", f"hardware.num_devices={num_devices}", f"hardware.strategy={strategy}",
             f"train.tokens_per_update={self.arguments.packs * size.seq_len}", "train.max_epochs=null",
             f"train.max_updates={size.updates}", f"train.validate_every_updates={size.updates}",
             f"train.log_every_updates={size.log_every}", "optim.lr=1e-3", "optim.lr_warmup_updates=4",

@@ -3,7 +3,7 @@
 python benchmarks/scaling_on_paper.py --out benchmarks/results/scaling_on_paper.json
 
 One update computes its packs, then sums the gradients (fp32) over all devices: the draft's weights are used in every
-TTT step, so none is ready before the backward pass has ended and nothing overlaps. The speed of one device is that
+TTT step, so none is ready before the last part of the backward pass, and it is counted as if nothing overlapped. The speed of one device is that
 of the results files (one H200), by the ratio of the peaks on another device; bandwidths are `hardware`'s, as nccl-tests
 report busbw.
 """

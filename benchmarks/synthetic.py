@@ -96,3 +96,12 @@ def make_store(
         writer.finish()
     engine.close()
     return sum(len(row.input_ids) for row in rows)
+
+
+def train_words(verifier: Path, store: Path, *, seq_len: int, ttt_steps: int) -> list[str]:
+    """What `train.py` must be told of such a verifier and its store."""
+    return [
+        "model=local", "model.name=synthetic", f"model.path={verifier}", "data=jsonl", "data.paths=[none]",
+        f"store={store}", f"draft.ttt_steps={ttt_steps}", f"draft.aux_layer_ids=[{','.join(map(str, LAYER_IDS))}]",
+        f"train.seq_len={seq_len}",
+    ]  # fmt: skip

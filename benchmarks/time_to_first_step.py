@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from common import ROOT, write_results
-from synthetic import LAYER_IDS, QWEN3_8B, make_rows, make_store, make_verifier
+from synthetic import QWEN3_8B, make_rows, make_store, make_verifier, train_words
 
 from eagle3lab.config.schema import Shapes
 
@@ -69,11 +69,9 @@ def main() -> None:
         results = []
         for cache in ("cold", "warm"):
             command = [
-                sys.executable, "train.py", "model=local", "model.name=synthetic",
-                f"model.path={work / 'verifier'}", "data=jsonl", "data.paths=[none]", f"store={work / 'store'}",
-                f"hardware={hardware}", f"draft.ttt_steps={arguments.ttt_steps}",
-                f"draft.aux_layer_ids=[{','.join(map(str, LAYER_IDS))}]", f"train.seq_len={seq_len}",
-                "train.max_updates=3", "train.log_every_updates=1", f"run_dir={work / cache}",
+                sys.executable, "train.py",
+                *train_words(work / "verifier", work / "store", seq_len=seq_len, ttt_steps=arguments.ttt_steps),
+                f"hardware={hardware}", "train.max_updates=3", "train.log_every_updates=1", f"run_dir={work / cache}",
             ]  # fmt: skip
             seconds = run(command, {**os.environ, **caches, "PYTHONUNBUFFERED": "1"})
             results.append({"cache": cache, "ttt_steps": arguments.ttt_steps, **seconds})

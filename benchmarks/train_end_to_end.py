@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from bare_loop import BareLoop
 from common import ROOT, matmul_ceiling, write_results
-from synthetic import LAYER_IDS, QWEN3_8B, make_rows, make_store, make_verifier
+from synthetic import QWEN3_8B, make_rows, make_store, make_verifier, train_words
 
 from eagle3lab.config.schema import Shapes
 from eagle3lab.data.collate import create_collate_fn
@@ -80,10 +80,8 @@ def train(
 ) -> dict[str, Any]:
     """`summary.json` of a real `train.py` run, whose directory is removed."""
     command = [
-        sys.executable, "train.py", "model=local", "model.name=synthetic", f"model.path={verifier}", "data=jsonl",
-        "data.paths=[none]", f"store={store}", f"hardware={size.hardware}", f"draft.ttt_steps={ttt_steps}",
-        f"draft.step={step}", f"draft.aux_layer_ids=[{','.join(map(str, LAYER_IDS))}]",
-        f"train.seq_len={size.seq_len}", "train.max_epochs=null", f"train.max_updates={updates}",
+        sys.executable, "train.py", *train_words(verifier, store, seq_len=size.seq_len, ttt_steps=ttt_steps),
+        f"hardware={size.hardware}", f"draft.step={step}", "train.max_epochs=null", f"train.max_updates={updates}",
         f"train.validate_every_updates={updates}", f"run_dir={out}",
     ]  # fmt: skip
     print("$", " ".join(command[1:]), flush=True)

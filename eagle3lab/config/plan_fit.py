@@ -174,6 +174,10 @@ def _extraction_fits(
             if share > engine.memory_share and again(more, extract).fits:
                 yield f"hardware.engine.memory_share={share}"
                 break
+        if engine.cache_gib is not None:
+            measured = replace(hardware, engine=replace(engine, cache_gib=None))
+            if again(measured, extract).fits:
+                yield "hardware.engine.cache_gib=null"
     for tokens in (2**k for k in range(17, 7, -1)):
         if tokens < extract.batch_tokens and again(hardware, replace(extract, batch_tokens=tokens)).fits:
             yield f"extract.batch_tokens={tokens}"

@@ -1,8 +1,8 @@
 """What a training run would need, from shapes alone: parameters, memory, tokens, disk, time. No torch, no device.
 
 Units: GiB for device memory, GB (1e9) for disk and bandwidth. Speed is the needed work (`flops`) at
-`hardware.assumed_mfu` of the peak, and the sum of the gradients over the devices once per update, which begins when
-the backward pass has ended: weights are used in every TTT step, so no gradient is ready before.
+`hardware.assumed_mfu` of the peak, and the sum of the gradients over the devices once per update, as if it began when
+the backward pass has ended: weights are used in every TTT step, so no gradient is ready before the last part of it.
 """
 
 from __future__ import annotations

@@ -111,12 +111,13 @@ def _aux_layers(model: ModelConfig, path: Path) -> str:
 def _edge_weights(path: Path) -> str | Finding:
     import torch
 
+    from eagle3lab.draft.format import all_finite
     from eagle3lab.verifier.weights import load_edge_weights
 
     edge = load_edge_weights(read_facts(path), dtype=torch.bfloat16)
     parts = {name: getattr(edge, name) for name in ("embedding", "head", "norm")}
     for name, tensor in parts.items():
-        if not bool(torch.isfinite(tensor).all()):
+        if not all_finite(tensor):
             return fail(f"the {name} holds values that are not finite", _PATH)
         if not bool(tensor.any()):
             return fail(f"the {name} is all zero", _PATH)

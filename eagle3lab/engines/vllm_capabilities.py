@@ -10,8 +10,7 @@ from typing import Any
 
 from eagle3lab.config.errors import Problem, UserError
 
-from .vllm_settings import QUIET
-
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}  # read when vllm and tqdm are imported
 CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
 SPECULATIVE_MODULE = "vllm.config.speculative"
 METHOD = "extract_hidden_states"

@@ -12,7 +12,6 @@ WORKER_EXTENSION = "eagle3lab.engines.vllm_worker.CaptureExtension"
 CPU_CONNECTOR_MODULE = "eagle3lab.engines.vllm_cpu_connector"
 DECODE_SEQUENCES = 512  # the most that CUDA graphs are captured for by default
 DECODE_BATCH_TOKENS = 8192
-QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TQDM_DISABLE": "1"}  # read when vllm and tqdm are imported
 START_SECONDS = 1800.0  # large checkpoints from slow disks
 MLA_MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2")
 # Whose layers vLLM's own implementation gives no states of (0.26 to 0.32): it runs those of transformers instead.
@@ -188,9 +187,8 @@ class VllmSettings:
             environment.setdefault(name, value)
 
     def environment(self) -> Mapping[str, str]:
-        """Quiet, offline, new processes by spawn; on the CPU in this process and with little cache."""
+        """Offline, new processes by spawn; on the CPU in this process and with little cache."""
         variables = {
-            **QUIET,
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # CUDA is initialised here already

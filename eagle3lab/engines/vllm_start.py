@@ -59,10 +59,8 @@ def start_vllm_decoder(request: EngineRequest, decoding: Decoding) -> DecodingRu
     Raises UserError as `start_vllm`.
     """
     from eagle3lab.engines.vllm import VllmRunner
-    from eagle3lab.engines.vllm_capabilities import require_vllm
 
     _check_heads(request)
-    require_vllm(request.device, decodes=True)
     return VllmRunner(replace(_settings(request, (), None), decoding=decoding))
 
 

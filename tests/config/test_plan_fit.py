@@ -88,6 +88,7 @@ def proposals(entry: str, words: Sequence[str]) -> list[str]:
             [r"hardware\.engine\.tensor_parallel=2 hardware\.engine\.data_parallel=1"],
         ),
         ("extract", [*KIMI, "hardware.device_memory_gib=79.5"], [r"hardware\.engine\.memory_share=0\.9"]),
+        ("extract", [*KIMI, "hardware.engine.cache_gib=0.1"], [r"hardware\.engine\.cache_gib=null"]),
         (
             "extract",
             [*KIMI, "extract.batch_tokens=131072", "hardware.device_memory_gib=82"],
