@@ -1,6 +1,6 @@
 """Drafts for SmolLM2-135M-Instruct side by side: trained by several recipes, decoded on public prompts.
 
-python benchmarks/acceptance_smollm2.py --out benchmarks/results/acceptance_smollm2.json --regenerate --copies 2 --devices 4
+python benchmarks/acceptance_smollm2.py --out benchmarks/results/acceptance_smollm2.json --regenerate --copies 3 --parallel 8
 python benchmarks/acceptance_smollm2.py --cpu --max-tokens 64000 --epochs 4 --prompts 8 --new-tokens 48 --seeds 1 \
     --seq-len 512 --parallel 1 --minutes 90 --out benchmarks/results/acceptance_smollm2_cpu.json
 python benchmarks/acceptance_smollm2.py --tiny --work /tmp/tiny    # on a CPU: does it run
@@ -8,8 +8,8 @@ python benchmarks/acceptance_smollm2.py --tiny --work /tmp/tiny    # on a CPU: d
 Every trial is `train.py` and `evaluate.py` as a user types them, over one store and one file of prompts: MT-Bench,
 HumanEval and GSM8K, as many of each, in turn over their categories. Trials run side by side on the devices. The
 results are written after each, so that a time limit keeps what was measured. On a GPU vLLM captures and decodes,
-greedily and sampled; on a CPU the reference decoder does, greedily with three drafted tokens. A store that lies under
---work already is used as it is.
+greedily and sampled; on a CPU the reference decoder does, greedily with three drafted tokens. A store that is there
+already is used as it is.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from eagle3lab.evaluate.prompts import read_prompts
 CONVERSATIONS = ROOT / "eagle3lab/assets/demo/conversations.jsonl.xz"
 
 SETS = ("mt_bench", "humaneval", "gsm8k")
-DATA_SHARES = (0.125, 0.25, 0.5)
-EPOCH_SHARES = (0.25, 0.5, 0.75)
+TOKENS = (0.25, 0.5, 2.0, 4.0)  # of the run's own, each with a schedule of its own
+DATA_SHARES = (0.125, 0.25, 0.5)  # with as many more epochs: equal tokens and updates
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,9 @@ class Trial:
     variant: str
     overrides: tuple[str, ...]
     seed: int = 1
-    ks: tuple[int, ...] = (3, 7)
-    epochs: int | None = None  # default: those of the run
+    on_curve: bool = False  # decoded with three drafted tokens and greedily alone
+    tokens: float = 1.0  # of the run's own
+    data_share: float = 1.0
 
     @property
     def name(self) -> str:
@@ -58,46 +59,43 @@ class Trial:
 
 
 WARM_UP = "optim.lr_warmup_updates=20"
+ADAMW = ("optim=adamw", "optim.lr=1e-3", WARM_UP)
 RECIPES = {
-    "default": ("draft.ttt_steps=3", "optim=adamw", "optim.lr=1e-3", WARM_UP),
-    "muon_3e-2": ("draft.ttt_steps=3", "optim=muon", "optim.lr=3e-2", WARM_UP),
+    "default": ("draft.ttt_steps=3", *ADAMW),
     # its own forward, optimizer, learning rate, window, norms and loss; packs and epochs as everywhere here
     "speculators": ("experiment=speculators_09", "draft.step=reference"),
+    "default_k7": ("draft.ttt_steps=7", *ADAMW),
     "adamw_1e-4": ("draft.ttt_steps=3", "optim=adamw", "optim.lr=1e-4", WARM_UP),
-    "default_k7": ("draft.ttt_steps=7", "optim=adamw", "optim.lr=1e-3", WARM_UP),
-    "adamw_3e-3": ("draft.ttt_steps=3", "optim=adamw", "optim.lr=3e-3", WARM_UP),
-    "muon_1e-2": ("draft.ttt_steps=3", "optim=muon", "optim.lr=1e-2", WARM_UP),
+    "default_k1": ("draft.ttt_steps=1", *ADAMW),
+    "default_k5": ("draft.ttt_steps=5", *ADAMW),
 }
 ONE_SEED = {
+    "default_k7_decay0.8": ("draft.ttt_steps=7", "loss.step_decay=0.8", *ADAMW),
+    "adamw_3e-3": ("draft.ttt_steps=3", "optim=adamw", "optim.lr=3e-3", WARM_UP),
+    "muon_1e-2": ("draft.ttt_steps=3", "optim=muon", "optim.lr=1e-2", WARM_UP),
     "speculators_k7": ("experiment=speculators_09", "draft.step=reference", "draft.ttt_steps=7"),
-    "muon_3e-2_k7": ("draft.ttt_steps=7", "optim=muon", "optim.lr=3e-2", WARM_UP),
-    "adamw_1e-4_k7": ("draft.ttt_steps=7", "optim=adamw", "optim.lr=1e-4", WARM_UP),
-    "default_k7_decay0.8": (
-        "draft.ttt_steps=7",
-        "loss.step_decay=0.8",
-        "optim=adamw",
-        "optim.lr=1e-3",
-        WARM_UP,
-    ),
-    "muon": ("draft.ttt_steps=3", "optim=muon", "optim.lr=1e-3", WARM_UP),
 }
 
 
-def trials(seeds: Sequence[int], most_epochs: int) -> Iterator[Trial]:
-    """All of them, what is wanted most first: recipes, curves, the choice by loss, further seeds."""
+def trials(seeds: Sequence[int]) -> Iterator[Trial]:
+    """All of them, what is wanted most first: recipes, curves, the choice by loss, further seeds, further recipes."""
     first, *others = seeds
-    for variant, overrides in (RECIPES | ONE_SEED).items():
+    point = Trial("default", RECIPES["default"], first, on_curve=True)
+    tokens = {share: replace(point, variant=f"default_tokens{share:g}", tokens=share) for share in TOKENS}
+    yield tokens.pop(max(TOKENS))  # the longest of all
+    for variant, overrides in RECIPES.items():
         yield Trial(variant, overrides, first)
-    default = Trial("default", RECIPES["default"], first, ks=(3,))
-    for epochs in sorted({round(share * most_epochs) for share in EPOCH_SHARES} - {0}):
-        yield replace(default, variant=f"default_epochs{epochs}", epochs=epochs)
     for share in DATA_SHARES:
-        overrides = (*default.overrides, f"train.data_share={share}")
-        yield replace(default, variant=f"default_share{share}", overrides=overrides)
-    yield replace(default, variant="default_by_loss", overrides=(*default.overrides, "train.select_by=loss"))
+        yield replace(point, variant=f"default_data{share:g}", data_share=share)
+    least = min(DATA_SHARES)  # the most epochs over the fewest rows: here the two part, if anywhere
+    by_loss = (*point.overrides, "train.select_by=loss")
+    yield replace(point, variant=f"default_data{least:g}_by_loss", overrides=by_loss, data_share=least)
+    yield from tokens.values()
     for seed in others:
-        for variant in RECIPES:
-            yield Trial(variant, RECIPES[variant], seed)
+        for variant, overrides in RECIPES.items():
+            yield Trial(variant, overrides, seed)
+    for variant, overrides in ONE_SEED.items():
+        yield Trial(variant, overrides, first)
 
 
 class Bench:
@@ -107,7 +105,8 @@ class Bench:
         self.arguments = arguments
         self.began = time.perf_counter()
         self.work: Path = arguments.work
-        self.store, self.prompts = self.work / "store", self.work / "prompts.jsonl"
+        self.store: Path = arguments.store or self.work / "store"
+        self.prompts = self.work / "prompts.jsonl"
         model = "tiny" if arguments.tiny else "smollm2_135m"
         self.on_cpu: bool = arguments.tiny or arguments.cpu
         self.words = [f"model={model}", f"hardware={'cpu' if self.on_cpu else 'h200'}"]
@@ -155,7 +154,7 @@ def make_prompts(bench: Bench) -> None:
 
 def extract(bench: Bench) -> None:
     data = ["data=demo", f"data.max_tokens={bench.arguments.max_tokens or 'null'}"]
-    data += [f"data.max_len={bench.arguments.seq_len}"]
+    data += [f"data.max_len={min(2048, bench.arguments.seq_len)}"]
     if bench.arguments.regenerate:
         data += ["data.regenerate=true", "data.sampling.temperature=0.7", "data.sampling.max_new_tokens=512"]
         data += [f"data.paths=[{copies_of_conversations(bench)}]"]
@@ -208,8 +207,7 @@ def measure(bench: Bench, trial: Trial, device: str) -> None:
         return
     run_dir = bench.work / "runs" / trial.name
     common = [*bench.words, "data=demo", f"store={bench.store}"]
-    budget = [f"train.seq_len={arguments.seq_len}", f"train.max_epochs={trial.epochs or arguments.epochs}"]
-    train = [*common, *trial.overrides, *budget, f"train.seed={trial.seed}"]
+    train = [*common, *trial.overrides, *budget(bench, trial), f"train.seed={trial.seed}"]
     if bench.on_cpu:
         train += [f"draft.vocab_size={'null' if arguments.tiny else 6144}"]
     evaluate = [
@@ -217,10 +215,11 @@ def measure(bench: Bench, trial: Trial, device: str) -> None:
         f"prompts.path={bench.prompts}", f"decode.max_new_tokens={arguments.new_tokens}",
         f"decode.seed={trial.seed}", f"out={run_dir / 'evaluation'}",
     ]  # fmt: skip
-    if bench.on_cpu:
+    if bench.on_cpu or trial.on_curve:
         evaluate += ["decode.k=[3]", "decode.temperature=[0.0]"]
     else:
-        evaluate += [f"decode.k=[{','.join(map(str, trial.ks))}]", "decode.temperature=[0.0,1.0]"]
+        evaluate += ["decode.k=[3,7]", "decode.temperature=[0.0,1.0]"]
+    if not bench.on_cpu:
         evaluate += [
             "decode.backend=vllm",
             "decode.precision=bf16",
@@ -263,6 +262,18 @@ def measure(bench: Bench, trial: Trial, device: str) -> None:
               f"{bench.notes['drafts'][trial.name]['overall']}", flush=True)  # fmt: skip
         bench.notes["simulated_against_real"] = calibration(bench.notes["drafts"].values())
         write_results(arguments.out, bench.rows, notes=bench.notes)
+
+
+def budget(bench: Bench, trial: Trial) -> list[str]:
+    """Of training: the run's epochs, or as many tokens as the trial's place on a curve asks for."""
+    epochs = bench.arguments.epochs * trial.tokens / trial.data_share
+    words = [f"train.seq_len={bench.arguments.seq_len}", f"train.max_epochs={max(1, round(epochs))}"]
+    if trial.data_share < 1:
+        words += [f"train.data_share={trial.data_share:g}"]
+    if epochs < 1:
+        manifest = json.loads((bench.store / "manifest.json").read_text())
+        words += [f"train.max_tokens={round(epochs * manifest['num_tokens'])}"]
+    return words
 
 
 def calibration(drafts: Iterable[dict[str, Any]]) -> dict[str, float]:
@@ -312,14 +323,15 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/acceptance_smollm2.json")
     parser.add_argument("--work", type=Path, default=Path("/tmp/eagle3lab-bench/acceptance"))
+    parser.add_argument("--store", type=Path, help="where it is or is made; default: under --work")
     parser.add_argument("--prompts", type=int, default=80, help="of each set")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--parallel", type=int, default=4, help="trials side by side on each device")
-    parser.add_argument("--batch", type=int, default=32, help="texts decoded together")
+    parser.add_argument("--batch", type=int, default=96, help="texts decoded together")
     parser.add_argument("--minutes", type=float, default=20.0, help="no trial is begun after these")
     parser.add_argument("--regenerate", action="store_true", help="the verifier answers the user turns anew")
     parser.add_argument("--copies", type=int, default=1, help="answers to each shipped conversation")
@@ -335,7 +347,7 @@ def main() -> None:
     extract(bench)
     if arguments.store_only:
         return
-    chosen = list(trials(arguments.seeds, arguments.epochs))
+    chosen = list(trials(arguments.seeds))
     if arguments.only is not None:
         chosen = [t for variant in arguments.only for t in chosen if t.variant == variant]
     print(f"{len(chosen)} trials: {', '.join(t.name for t in chosen)}", flush=True)
