@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.config.value_text import as_typed
 
 if TYPE_CHECKING:
     from eagle3lab.evaluate.comparable import Aligned
@@ -25,6 +27,7 @@ DESCRIPTION = (
     "against the first."
 )
 SEED = 0
+MOST_CHOICES = 3  # that stand with a variant's letter; more of them are in the table of what differs alone
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,12 +36,12 @@ def main(argv: Sequence[str]) -> int:
     Raises UserError where the evaluations cannot be compared.
     """
     arguments = _parser().parse_args(list(argv))
-    from eagle3lab.experiments.run_results import is_sweep, runs_of
+    from eagle3lab.experiments.run_results import is_sweep
 
     if _by_training(arguments):
         return _compare_training(arguments)
     if any(is_sweep(Path(place).resolve()) for place in arguments.drafts):
-        arguments.drafts = [str(run) for place in arguments.drafts for run in runs_of(Path(place))]
+        arguments.drafts = [name for place in arguments.drafts for name in _runs_named(Path(place))]
     from rich.console import Console
 
     from eagle3lab.evaluate.comparable import Only, align, notes
@@ -164,6 +167,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _runs_named(place: Path) -> list[str]:
+    """The runs that a place stands for, below the place as the user wrote it where they lie there."""
+    from eagle3lab.experiments.run_results import runs_of
+
+    whole = place.resolve()
+    return [
+        str(place / run.relative_to(whole) if run.is_relative_to(whole) else run) for run in runs_of(place)
+    ]
+
+
 def _names(drafts: Sequence[str]) -> dict[str, Path]:
     """What the user named -> where it is; a thing named twice is a mistake."""
     if len(drafts) < 2:
@@ -224,7 +237,13 @@ def _variants(
             ", ".join(f"{key}={c.seeds.get(key)}" for key in changing or ["train.seed"]) for c in known
         )
         variants.append(Variant(label(i), tuple(names[j] for j in group), seeds))
-    return variants, groups
+    differing = _differing([configs[group[0]] for group in groups])
+    if not 0 < len(differing) <= MOST_CHOICES:
+        return variants, groups
+    return [
+        replace(v, choices=" ".join(f"{key}={as_typed(values[i])}" for key, values in differing.items()))
+        for i, v in enumerate(variants)
+    ], groups
 
 
 def _differing(configs: Sequence[RunConfig | None]) -> dict[str, list[Any]]:

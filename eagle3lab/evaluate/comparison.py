@@ -24,16 +24,18 @@ class Variant:
     label: str  # A, B, ...
     members: tuple[str, ...]  # as the user named them
     seeds: tuple[str, ...]  # of each member; empty where none is known
+    choices: str = ""  # what sets its configuration apart from the others'
 
     @property
     def num_runs(self) -> int:
         return len(self.members)
 
     def describe(self) -> str:
+        named = f"{self.label}: {self.choices}; " if self.choices else f"{self.label}: "
         if self.num_runs == 1:
-            return f"{self.label}: {self.members[0]}"
+            return named + self.members[0]
         runs = ", ".join(f"{member} ({seed})" for member, seed in zip(self.members, self.seeds, strict=True))
-        return f"{self.label}: {self.num_runs} runs that differ in seeds alone: {runs}"
+        return f"{named}{self.num_runs} runs that differ in seeds alone: {runs}"
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def section_table(variants: Sequence[Variant], section: Section) -> Table:
     """Acceptance lengths best first, and each one's difference from the baseline."""
     compared = section.scopes[ALL]
     table = Table(box=box.SIMPLE, padding=0, title=f"{section.setting}: {compared.num_prompts} prompts")
-    table.add_column("variant", no_wrap=True)
+    table.add_column("variant", overflow="fold")
     for name in (
         "runs",
         "length",
@@ -83,7 +83,7 @@ def section_table(variants: Sequence[Variant], section: Section) -> Table:
     for i in best_first(variants, [section]):
         length, difference = compared.lengths[i], compared.differences[i]
         table.add_row(
-            variants[i].label,
+            f"{variants[i].label} {variants[i].choices}".rstrip(),
             str(variants[i].num_runs),
             f"{length.length:.3f}" if length else "-",
             f"{length.low:.3f}-{length.high:.3f}" if length else "-",

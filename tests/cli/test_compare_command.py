@@ -32,9 +32,10 @@ def test_seeds_are_one_variant_and_verdicts_have_intervals(runs: list[str], caps
     assert main(["compare", *runs]) == 0
     said = capsys.readouterr().out
     lines = said.splitlines()
-    assert lines[0].startswith("A: 3 runs that differ in seeds alone: ")
+    assert lines[0].startswith("A: noise.kind=none; 3 runs that differ in seeds alone: ")
     assert "base1 (train.seed=1)" in lines[0]
-    assert lines[2] == f"C: {runs[-1]}"
+    assert lines[2] == f"C: noise.kind=gaussian; {runs[-1]}"
+    assert any(line.startswith(" B noise.kind=uniform") for line in lines)
     better = next(line for line in lines if line.startswith("B accepts"))
     assert " more tokens per step than A [0." in better
     assert any(line.startswith("C against A: no difference shown (") for line in lines)
