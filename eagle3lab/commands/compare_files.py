@@ -43,7 +43,7 @@ def _plot(comparison: Comparison, target: Path) -> None:
     panels = {}
     for section in comparison.sections:
         compared = section.scopes[ALL]
-        best = [(comparison.variants[i].label, i) for i in comparison.order]
+        best = [(comparison.variants[i].title, i) for i in comparison.order]
         lengths = [(name, e) for name, i in best if (e := compared.lengths[i])]
         changes = [(name, d) for name, i in best if (d := compared.differences[i])]
         panels[str(section.setting)] = [
@@ -55,5 +55,5 @@ def _plot(comparison: Comparison, target: Path) -> None:
         panels,
         target,
         columns=[("acceptance length, 95 %", None), (f"difference from {baseline}, paired, 95 %", 0.0)],
-        legend=[v.describe() for v in comparison.variants],
+        legend=[v.describe() for v in comparison.variants if not v.choices],
     )

@@ -30,6 +30,10 @@ class Variant:
     def num_runs(self) -> int:
         return len(self.members)
 
+    @property
+    def title(self) -> str:
+        return f"{self.label} {self.choices}".rstrip()
+
     def describe(self) -> str:
         named = f"{self.label}: {self.choices}; " if self.choices else f"{self.label}: "
         if self.num_runs == 1:

@@ -83,7 +83,7 @@ def section_table(variants: Sequence[Variant], section: Section) -> Table:
     for i in best_first(variants, [section]):
         length, difference = compared.lengths[i], compared.differences[i]
         table.add_row(
-            f"{variants[i].label} {variants[i].choices}".rstrip(),
+            variants[i].title,
             str(variants[i].num_runs),
             f"{length.length:.3f}" if length else "-",
             f"{length.low:.3f}-{length.high:.3f}" if length else "-",
