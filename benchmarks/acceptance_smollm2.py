@@ -66,8 +66,6 @@ RECIPES = {
     "speculators": ("experiment=speculators_09", "draft.step=reference"),
     "default_k7": ("draft.ttt_steps=7", *ADAMW),
     "adamw_1e-4": ("draft.ttt_steps=3", "optim=adamw", "optim.lr=1e-4", WARM_UP),
-    "default_k1": ("draft.ttt_steps=1", *ADAMW),
-    "default_k5": ("draft.ttt_steps=5", *ADAMW),
 }
 ONE_SEED = {
     "default_k7_decay0.8": ("draft.ttt_steps=7", "loss.step_decay=0.8", *ADAMW),
