@@ -261,12 +261,13 @@ def _acceptance_meter(
 
 def run_evaluate(cfg: EvaluateRoot, invocation: Invocation) -> float | None:
     """A draft and prompts -> real acceptance by decoding; returns the acceptance length at the largest k."""
+    from eagle3lab.config.invocation import evaluation_directory
     from eagle3lab.engines.devices import apply_environment, resolve_hardware
 
     hardware = resolve_hardware(cfg.hardware)
     apply_environment(hardware)
     draft = invocation.path(cfg.draft_dir)
-    out = invocation.path(cfg.out) if cfg.out else draft.parent / f"evaluation-{cfg.prompts.name}"
+    out = evaluation_directory(cfg, invocation)
     from rich.console import Console
 
     from eagle3lab.evaluate.plot import plot_acceptance

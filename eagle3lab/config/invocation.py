@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from . import names
 from .compose import options_of
-from .schema import DataConfig, ModelConfig, TrainRoot
+from .schema import DataConfig, EvaluateRoot, ModelConfig, TrainRoot
 from .stamp import launched_by, run_stamp
 
 _ENTRIES = ("train", "extract", "evaluate")
@@ -134,6 +134,13 @@ def absolute_data(data: DataConfig, invocation: Invocation) -> DataConfig:
 def default_store(model: ModelConfig, data: DataConfig, invocation: Invocation) -> Path:
     """Where `extract.py` writes and `train.py` looks when `store` is not given."""
     return invocation.path(names.store_name(model.name, data.name, regenerated=data.regenerate))
+
+
+def evaluation_directory(cfg: EvaluateRoot, invocation: Invocation) -> Path:
+    """Where `evaluate.py` writes: beside the draft, one directory for each set of prompts, unless `out` says."""
+    if cfg.out:
+        return invocation.path(cfg.out)
+    return invocation.path(cfg.draft_dir).parent / f"evaluation-{cfg.prompts.name}"
 
 
 def named(cfg: TrainRoot, invocation: Invocation) -> TrainRoot:

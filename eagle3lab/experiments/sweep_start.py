@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -21,10 +22,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from eagle3lab.config import compose
 from eagle3lab.config.check import CHECKS
 from eagle3lab.config.errors import Problem, UserError, raise_all
-from eagle3lab.config.invocation import Invocation, named
+from eagle3lab.config.invocation import Invocation, evaluation_directory, named
 from eagle3lab.config.names import is_silent
 from eagle3lab.config.overruled import overruled
-from eagle3lab.config.schema import TrainRoot
+from eagle3lab.config.schema import EvaluateRoot, TrainRoot
 from eagle3lab.config.stamp import is_rank_zero
 from eagle3lab.config.sweep_grid import load_trial, trials_of
 from eagle3lab.store.manifest import is_complete
@@ -132,6 +133,17 @@ def _node_problems(typed: Sequence[tuple[Any, Invocation]]) -> list[Problem]:
                 places[0],
                 "a directory for the sweep",
                 "hydra.sweep.dir=DIRECTORY in its place",
+            )
+        )
+    written = Counter(evaluation_directory(c, i) for c, i in typed if isinstance(c, EvaluateRoot))
+    if any(count > 1 for count in written.values()):
+        place, count = written.most_common(1)[0]
+        problems.append(
+            Problem(
+                "trials would write their evaluations over each other",
+                f"{count} in {place}",
+                "a directory for each",
+                "lists in one trial: decode.k=[1,3,5] decode.temperature=[0.0,1.0]; a sweep over draft or prompts",
             )
         )
     cfg, invocation = typed[0]

@@ -67,6 +67,16 @@ def test_evaluate_measures_the_exported_draft(trained: Path, run_command: Callab
         assert stage in done.stdout
 
 
+def test_evaluations_of_a_sweep_are_not_written_over_each_other(
+    trained: Path, run_command: Callable[..., Any]
+) -> None:
+    done = run_command(
+        "evaluate.py", "-m", f"draft={trained / 'draft'}", "model=tiny", "hardware=cpu", "decode.k=[1],[2]", expect=2
+    )  # fmt: skip
+    assert "write their evaluations over each other: '2 in" in done.stderr
+    assert "decode.k=[1,3,5]" in done.stderr
+
+
 def test_extract_again_captures_nothing(
     trained: Path, run_command: Callable[..., Any], workspace: Path
 ) -> None:
