@@ -223,6 +223,7 @@ def _budget(train: TrainerConfig, hardware: HardwareConfig) -> Iterator[Problem]
     ):
         yield from _positive(f"train.{key}", getattr(train, key))
     yield from _positive("train.self_test_rows", train.self_test_rows)
+    yield from _within("train.seed", train.seed, 0, 2**32 - 1)
     if train.max_epochs is None and train.max_updates is None and train.max_tokens is None:
         yield Problem(
             "nothing ends the run",

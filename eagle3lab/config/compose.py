@@ -284,6 +284,8 @@ def _missing_option(error: MissingConfigException, key: str, value: str) -> Prob
     wanted = (error.missing_cfg_file or value).rpartition("/")[2]
     if group in ("hydra/launcher", "hydra/sweeper") and wanted in _EXTRAS:
         return Problem(f"{wanted} is not installed", fix=f"pip install 'eagle3lab[{_EXTRAS[wanted]}]'")
+    if not group:
+        return Problem("there is no such configuration", wanted, "a file of conf/ or of the directory of -cd")
     near = difflib.get_close_matches(wanted, options, n=1, cutoff=0.4)
     if group == "experiment/extract":
         group = "experiment"

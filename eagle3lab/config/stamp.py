@@ -25,8 +25,8 @@ def run_stamp() -> str:
 def _launcher_stamp() -> str | None:
     job = os.environ.get("SLURM_JOB_ID")
     if job and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
-        array = os.environ.get("SLURM_ARRAY_JOB_ID")
-        return f"slurm-{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else f"slurm-{job}"
+        task = os.environ.get("SLURM_ARRAY_TASK_ID")
+        return f"slurm-{os.environ.get('SLURM_ARRAY_JOB_ID') or job}_{task}" if task else f"slurm-{job}"
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id:
         # a default id ("none") repeats; the agent, parent of every rank of a node, does not
@@ -46,7 +46,7 @@ def is_rank_zero() -> bool:
     """True in the process that writes: read from the environment, valid before any process group exists."""
     for variable in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
         value = os.environ.get(variable)
-        if value is not None and not (variable == "SLURM_PROCID" and interactive_slurm()):
+        if value and not (variable == "SLURM_PROCID" and interactive_slurm()):
             return int(value) == 0 and os.environ.get("NODE_RANK", "0") == "0"
     return True
 
@@ -71,7 +71,7 @@ def local_rank() -> int:
     """This process's number among those of its node."""
     for variable in ("LOCAL_RANK", "SLURM_LOCALID"):
         value = os.environ.get(variable)
-        if value is not None and not (variable == "SLURM_LOCALID" and interactive_slurm()):
+        if value and not (variable == "SLURM_LOCALID" and interactive_slurm()):
             return int(value)
     return 0
 

@@ -16,13 +16,13 @@ from eagle3lab.config.names import honest_choices
 from eagle3lab.config.schema import TrainRoot
 from eagle3lab.config.stamp import is_rank_zero
 from eagle3lab.draft.export import export_draft
-from eagle3lab.store.files import write_text
+from eagle3lab.store.files import disk_errors, write_text
 from eagle3lab.store.manifest import Manifest, manifest_hash
 from eagle3lab.store.trained_on import TRAINED_ON_FILE
 
 from .plots import plot_curves
 from .provenance import collect, package_versions
-from .run_dir import CONFIG, PROVENANCE, SUMMARY, claim, write_json
+from .run_dir import CONFIG, PROVENANCE, SUMMARY, claim, only_run_in, write_json
 from .tracking import WandbTracker, build_wandb
 
 if TYPE_CHECKING:
@@ -56,8 +56,13 @@ def begin_run(cfg: TrainRoot, invocation: Invocation, run_dir: Path, manifest: M
         for line in _changed_lines((run_dir / CONFIG).read_text(encoding="utf-8"), text):
             print(f"resume: the stored configuration differs: {line}")
     else:
-        write_text(run_dir / CONFIG, text)
-        write_json(run_dir / PROVENANCE, provenance)
+        try:
+            with disk_errors(run_dir, "room for a run", "free space, or outputs=DIRECTORY on another disk"):
+                write_text(run_dir / CONFIG, text)
+                write_json(run_dir / PROVENANCE, provenance)
+        except BaseException:
+            (run_dir / CONFIG).unlink(missing_ok=True)  # the directory can be claimed again
+            raise
     return provenance
 
 
@@ -92,11 +97,14 @@ def tracked(
     """The run's tracker (None on other ranks and when disabled) and a dict that becomes its summary.
 
     It is closed also when the run fails, and says so, so that the next job of a sweep gets one of its own.
+    Nobody else goes on in the run directory meanwhile.
     """
     results: dict[str, Any] = {}
     chosen = honest_choices(invocation.groups(), invocation.overrides, cfg)
-    tracker = None
-    if is_rank_zero():
+    if not is_rank_zero():
+        yield None, results
+        return
+    with only_run_in(run_dir):
         tracker = build_wandb(
             cfg.logger.wandb,
             run_dir=run_dir,
@@ -105,13 +113,13 @@ def tracked(
             tags=[f"{group}:{option}" for group, option in chosen.items()],
             group=str(invocation.sweep_dir.name) if invocation.sweep_dir else None,
         )
-    failed = True
-    try:
-        yield tracker, results
-        failed = False
-    finally:
-        if tracker:
-            tracker.finish(results, failed=failed)
+        failed = True
+        try:
+            yield tracker, results
+            failed = False
+        finally:
+            if tracker:
+                tracker.finish(results, failed=failed)
 
 
 def finish_run(
@@ -123,18 +131,20 @@ def finish_run(
 ) -> None:
     """Export the draft, draw the curves, write `summary.json` last: where it is, the run is whole."""
     keys = Path(str(cfg.store)) / TRAINED_ON_FILE  # stores of earlier versions have none
-    export_draft(
-        draft,
-        run_dir / "draft",
-        {
-            **provenance,
-            "run_name": cfg.run_name,
-            "updates": summary["exported_update"],
-            "weights": summary["exported_weights"],
-            "selection": summary["selection"],
-        },
-        verifier_fingerprint=provenance["store"]["weight_fingerprint"],
-        trained_on=keys if keys.is_file() else None,
-    )
-    plot_curves(run_dir / "metrics.csv", run_dir / "curves.png", str(cfg.run_name))
-    write_json(run_dir / SUMMARY, summary)
+    fix = f"free space, then the same command with resume=true run_dir={run_dir}: the checkpoints hold"
+    with disk_errors(run_dir, "room for the export", fix):
+        export_draft(
+            draft,
+            run_dir / "draft",
+            {
+                **provenance,
+                "run_name": cfg.run_name,
+                "updates": summary["exported_update"],
+                "weights": summary["exported_weights"],
+                "selection": summary["selection"],
+            },
+            verifier_fingerprint=provenance["store"]["weight_fingerprint"],
+            trained_on=keys if keys.is_file() else None,
+        )
+        plot_curves(run_dir / "metrics.csv", run_dir / "curves.png", str(cfg.run_name))
+        write_json(run_dir / SUMMARY, summary)

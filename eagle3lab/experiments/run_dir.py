@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.store.claim import locked
 from eagle3lab.store.files import write_text
 
 CONFIG = "config.yaml"
@@ -47,6 +49,24 @@ def claim(run_dir: Path, *, resume: bool) -> None:
                 f"resume=true run_dir={run_dir}",
             )
         ) from None
+
+
+@contextmanager
+def only_run_in(run_dir: Path) -> Iterator[None]:
+    """Keep other processes from going on in `run_dir`: two would write over each other's files.
+
+    Raises `UserError` when another does.
+    """
+    taken = Problem(
+        "another process is training in the run directory",
+        str(run_dir),
+        "one at a time",
+        "wait for it or end it, then the same command; or another run_dir",
+    )
+    with locked(run_dir, taken) as is_locked:
+        if not is_locked:
+            print(f"{run_dir} cannot be locked: do not go on in it from two processes")
+        yield
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

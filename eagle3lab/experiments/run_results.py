@@ -16,7 +16,11 @@ from .sweep_files import RUNNING, WAITING, Trial, read_trials
 
 METRICS = "metrics.csv"
 UNFINISHED = "unfinished"
-_WHY = {RUNNING: "running, or killed", WAITING: "its turn did not come"}
+_WHY = {
+    RUNNING: "running, or killed",
+    WAITING: "its turn did not come",
+    FINISHED: "its directory is no longer there",
+}
 # figures of summary.json beside those of the validation, in words
 SPEED = {
     "tokens_per_second": "tokens/s",
@@ -137,6 +141,11 @@ def _trials(directory: Path) -> list[Trial]:
     """The trials of the index as their own records have them now: the index is of the sweep's start or end."""
     if not (directory / SWEEP_INDEX).is_file():
         return []
+    entry = read_json(directory / SWEEP_INDEX).get("entry", "train")
+    if entry != "train":
+        raise UserError(
+            Problem(f"a sweep of {entry}.py has no training runs", str(directory), "one of train.py")
+        )
     records = {trial.number: trial for trial in read_trials(directory)}
     for planned in read_json(directory / SWEEP_INDEX).get("trials", []):
         told = {key: planned[key] for key in ("run_dir", "error", "log") if planned.get(key)}

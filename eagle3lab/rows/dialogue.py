@@ -85,6 +85,8 @@ class Dialogue:
             self.built.repaired["answers_replaced"] += replaced
         if at_tool:
             self.built.noted["ended_at_tool_message"] += 1
+        elif len(conversation.messages) > replaced + sum(map(len, self._groups)):
+            self.built.repaired["trailing_turns_cut"] += 1
         self._ask()
 
     def answer(self, token_ids: Sequence[int], ended: bool) -> None:
@@ -155,5 +157,5 @@ class Dialogue:
         not_reached = len(self._groups) - len(self._completions) - bool(reason)
         if not_reached:
             self.built.turns_dropped["not_reached"] += not_reached
-        for row in group_turns(self._completions, self.built.noted):
+        for row in group_turns(self._completions, self._recipe.rules.end_token_ids, self.built.noted):
             add_row(self.built, row, self._recipe)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import lzma
 import zlib
@@ -10,10 +11,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.verifier.locate import asset_path
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 ASSET_PREFIX = "asset:"
 SUFFIXES = (".jsonl", ".json")
@@ -56,22 +60,26 @@ def check_paths(specs: list[str], key: str = "data.paths") -> list[Problem]:
 def read_file(spec: str) -> Iterator[Record]:
     """Records of one file in order; a malformed one carries its error instead of a value.
 
-    A file whose first character is `[` is one JSON array; any other is JSON Lines, cut at `\\n`
-    only: U+2028, U+2029 and U+0085 are legal inside a JSON string. A byte order mark, CRLF and
-    blank lines are accepted. Raises UserError when the file cannot be decompressed.
+    A file that begins with `[` is one JSON array, unless its first line is a whole list that others
+    follow; any other is JSON Lines, cut at `\\n` only: U+2028, U+2029 and U+0085 are legal inside a JSON
+    string. A byte order mark, CRLF and blank lines are accepted. Raises UserError when the file cannot be
+    decompressed.
     """
     try:
         with _open(resolve(spec)) as stream:
-            first = stream.readline().removeprefix(BOM)
+            first, number = stream.readline().removeprefix(BOM), 1
+            while first and not first.strip():
+                first, number = stream.readline(), number + 1
+            rest: IO[bytes] = stream
             if first.lstrip().startswith(b"["):
-                yield from _array(spec, first + stream.read())
-                return
-            number = 1
+                rest = io.BytesIO(stream.read())
+                if not (_is_whole(first) and rest.getvalue().strip()):
+                    yield from _array(spec, first + rest.getvalue(), number)
+                    return
             while first:
                 if first.strip():
                     yield _line(f"{spec}:{number}", first)
-                first = stream.readline()
-                number += 1
+                first, number = rest.readline(), number + 1
     except (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(
             Problem(f"cannot decompress {spec}", str(error), "a whole .xz or .gz file")
@@ -80,26 +88,79 @@ def read_file(spec: str) -> Iterator[Record]:
 
 def _open(path: Path) -> IO[bytes]:
     if path.suffix == ".xz":
-        return cast(IO[bytes], lzma.open(path, "rb"))
+        return io.BufferedReader(_XzStreams(path))
     if path.suffix == ".gz":
         return cast(IO[bytes], gzip.open(path, "rb"))
     return path.open("rb")
 
 
+class _XzStreams(io.RawIOBase):
+    """All streams of a .xz file and the padding between them.
+
+    `lzma.open` takes what follows the first stream for its end unless it is a stream: it loses the rest silently.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("rb")
+        self._stream: lzma.LZMADecompressor | None = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+        self._packed = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        while True:
+            wants_more = self._stream is None or self._stream.needs_input
+            if wants_more and not self._packed:
+                self._packed = self._file.read(io.DEFAULT_BUFFER_SIZE)
+                if not self._packed:
+                    if self._stream is not None:
+                        raise EOFError("the file ends inside a stream")
+                    return 0
+            if self._stream is None:
+                self._packed = self._packed.lstrip(b"\0")
+                if not self._packed:
+                    continue
+                self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+            data = self._stream.decompress(self._packed, len(view))
+            self._packed = self._stream.unused_data
+            if self._stream.eof:
+                self._stream = None
+            if data:
+                view[: len(data)] = data
+                return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 def _line(source: str, line: bytes) -> Record:
     try:
-        return Record(source, _parse(line))
+        return Record(source, parse_json(line.decode("utf-8")))
     except ValueError as error:
         return Record(source, error=str(error))
 
 
-def _parse(data: bytes) -> Any:
+def _is_whole(line: bytes) -> bool:
+    """Whether a line that begins a list ends it too."""
+    try:
+        json.loads(line)
+    except RecursionError:
+        return True
+    except ValueError:
+        return False
+    return True
+
+
+def parse_json(text: str) -> Any:
     """Raises ValueError for what is no JSON text, and for what JSON readers take in different ways."""
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_object, parse_constant=_constant)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _is_deep(value):
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(value):
         raise ValueError(f"nested more than {MAX_DEPTH} deep")
     return value
 
@@ -130,11 +191,11 @@ def _is_deep(value: Any) -> bool:
     return True
 
 
-def _array(spec: str, data: bytes) -> Iterator[Record]:
+def _array(spec: str, data: bytes, first_line: int) -> Iterator[Record]:
     try:
-        values = _parse(data)
+        values = parse_json(data.decode("utf-8"))
     except ValueError as error:
-        line = getattr(error, "lineno", 1)
+        line = first_line - 1 + getattr(error, "lineno", 1)
         yield Record(f"{spec}:{line}", error=str(error))
         return
     for number, value in enumerate(values, 1):

@@ -8,13 +8,13 @@ JSON text become objects, which is what a serving engine hands its template.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from eagle3lab.config.errors import Problem
 from eagle3lab.config.schema import DataFormat
+from eagle3lab.rows.files import parse_json
 from eagle3lab.rows.rows import Conversation, prefix_digests
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -69,31 +69,41 @@ def normalise(
         unknown_roles.update(strangers)
         raise Rejected("unknown_role", ", ".join(dict.fromkeys(strangers)))
     messages = [_message(turn, roles, repaired) for turn in turns]
-    system = record.get("system")
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
+    system = "" if record.get("system") is None else _content({"content": record["system"]}, repaired)
+    if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
         repaired["system_from_record"] += 1
+    elif system and system != messages[0]["content"]:
+        repaired["system_of_record_left_out"] += 1
     tools = _tools(record.get("tools"), repaired)
     try:
         digests = prefix_digests(messages, tools)
     except UnicodeEncodeError as error:
         raise Rejected("bad_unicode", f"{source}: {error.reason}") from error
-    name = record.get("id")
-    record_id = source if name is None else str(name)
-    return Conversation(digests[-1], tuple(messages), tools, source, record_id), repaired
+    return Conversation(digests[-1], tuple(messages), tools, source, record_name(record, source)), repaired
+
+
+def record_name(record: Any, source: str) -> str:
+    """The record's own id, else `source`; what a terminal or a file would not take as text is escaped."""
+    name = record.get("id") if isinstance(record, dict) else None
+    text = source if name is None else str(name)
+    return text if name is None or text.isprintable() else repr(text)[1:-1]
 
 
 def _turns(record: Mapping[str, Any], form: DataFormat) -> list[Any]:
     keys = {DataFormat.messages: ("messages",), DataFormat.sharegpt: ("conversations",)}
+    empty = ""
     for key in keys.get(form, ("messages", "conversations")):
         turns = record.get(key)
         if turns is None:
             continue
         if not isinstance(turns, list):
             raise Rejected("bad_message", f"{key} is a JSON {type(turns).__name__}, expected a list")
-        if not turns:
-            raise Rejected("no_turns", f"{key} is empty")
-        return turns
+        if turns:
+            return turns
+        empty = empty or key
+    if empty:
+        raise Rejected("no_turns", f"{empty} is empty")
     raise Rejected("no_messages", f"keys {sorted(record)}")
 
 
@@ -113,8 +123,10 @@ def _role(turn: Any) -> str:
 def _message(turn: dict[str, Any], roles: Mapping[str, str], repaired: Counter[str]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": roles[_role(turn)], "content": _content(turn, repaired)}
     for key, value in turn.items():
-        if key not in TURN_KEYS and value is not None:
-            message[key] = _tool_calls(value, repaired) if key == "tool_calls" else value
+        if key == "tool_calls" and value not in (None, []):  # an engine leaves an empty list out
+            message[key] = _tool_calls(value, repaired)
+        elif key not in (*TURN_KEYS, "tool_calls") and value is not None:
+            message[key] = value
     return message
 
 
@@ -124,7 +136,7 @@ def _content(turn: Mapping[str, Any], repaired: Counter[str]) -> str:
         repaired["null_content"] += 1
         return ""
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        parts = [_text_of(part) for part in content]
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) < len(parts):
             raise Rejected("not_text", "a content part that is not text")
@@ -133,6 +145,13 @@ def _content(turn: Mapping[str, Any], repaired: Counter[str]) -> str:
     if not isinstance(content, str):
         raise Rejected("bad_message", f"content is a JSON {type(content).__name__}")
     return content
+
+
+def _text_of(part: Any) -> Any:
+    """The text of one content part, if that is what it is: a picture's caption and a thought are none."""
+    if not isinstance(part, dict):
+        return part
+    return part.get("text") if part.get("type") in (None, "text", "input_text", "output_text") else None
 
 
 def _tool_calls(calls: Any, repaired: Counter[str]) -> list[dict[str, Any]]:
@@ -147,19 +166,23 @@ def _tool_call(call: dict[str, Any], repaired: Counter[str]) -> dict[str, Any]:
     arguments = call.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
+            arguments = parse_json(arguments) if arguments.strip() else {}
         except ValueError as error:
             raise Rejected("bad_tool_call", f"arguments: {error}") from error
         repaired["arguments_decoded"] += 1
-    if arguments is not None and not isinstance(arguments, dict):
+    if "arguments" not in call:
+        return call
+    if arguments is None:  # as an engine does
+        arguments = {}
+    if not isinstance(arguments, dict):
         raise Rejected("bad_tool_call", f"arguments are a JSON {type(arguments).__name__}")
-    return call if arguments is None else {**call, "arguments": arguments}
+    return {**call, "arguments": arguments}
 
 
 def _tools(tools: Any, repaired: Counter[str]) -> list[dict[str, Any]] | None:
     if isinstance(tools, str) and tools.strip():
         try:
-            tools = json.loads(tools)
+            tools = parse_json(tools)
         except ValueError as error:
             raise Rejected("bad_tools", str(error)) from error
         repaired["tools_decoded"] += 1

@@ -10,7 +10,14 @@ from itertools import islice
 from eagle3lab.config.errors import Problem, raise_all
 from eagle3lab.config.schema import DataConfig
 from eagle3lab.rows.files import Record, check_paths, read_file
-from eagle3lab.rows.normalise import ROLES, Rejected, check_role_map, normalise, role_table
+from eagle3lab.rows.normalise import (
+    ROLES,
+    Rejected,
+    check_role_map,
+    normalise,
+    record_name,
+    role_table,
+)
 from eagle3lab.rows.rows import Accounting, Conversation, canonical_json
 
 MAX_PROBLEMS = 10
@@ -41,7 +48,7 @@ def read_conversations(data: DataConfig) -> tuple[list[Conversation], Accounting
         try:
             conversation, repaired = normalise(record.value, record.source, data.format, roles, unknown_roles)
         except Rejected as rejected:
-            account.drop(rejected.reason, _name(record), rejected.detail)
+            account.drop(rejected.reason, record_name(record.value, record.source), rejected.detail)
             continue
         duplicate = conversation.conversation_id in seen
         seen.add(conversation.conversation_id)
@@ -80,16 +87,16 @@ def _shuffle_key(record: Record, seed: int) -> tuple[bytes, str]:
     return hashlib.sha256(content).digest(), record.source
 
 
-def _name(record: Record) -> str:
-    name = record.value.get("id") if isinstance(record.value, dict) else None
-    return record.source if name is None else str(name)
-
-
 def _malformed_lines(malformed: list[Record], skip: bool) -> list[Problem]:
     if skip:
         return []
     problems = [
-        Problem(f"{record.source} is not JSON", record.error, "one JSON object", "data.skip_malformed=true")
+        Problem(
+            f"{record.source} is not JSON",
+            record.error,
+            "one JSON object on a line, or one JSON array",
+            "data.skip_malformed=true",
+        )
         for record in malformed[:MAX_PROBLEMS]
     ]
     if len(malformed) > MAX_PROBLEMS:

@@ -12,7 +12,7 @@ from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.config.schema import ModelConfig
 from eagle3lab.rows.tokenizer import Tokenizer, reads_clock
 
-# Names that rendering itself passes to the template.
+# Names that rendering itself passes to the template, and those that never reach it: options of apply_chat_template.
 RESERVED = frozenset(
     {
         "conversation",
@@ -24,6 +24,13 @@ RESERVED = frozenset(
         "continue_final_message",
         "tokenize",
         "strftime_now",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
     }
 )
 

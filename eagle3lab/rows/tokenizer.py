@@ -102,7 +102,16 @@ def _read_template(spec: str) -> str:
     path = resolve(spec)
     if not path.is_file():
         raise UserError(Problem("model.template: no such file", spec, fix="model.template=FILE.jinja"))
-    return path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            Problem(f"model.template: {spec} is not UTF-8", str(error), "a UTF-8 file")
+        ) from error
+    if text.startswith("\ufeff"):  # rendered as it is, here and in an engine
+        expected = "a template without it: it would begin every prompt"
+        raise UserError(Problem(f"model.template: {spec} begins with a byte order mark", expected=expected))
+    return text
 
 
 def _shipped_template(path: Path) -> Any:

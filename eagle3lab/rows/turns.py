@@ -103,7 +103,7 @@ def build_turns(
     if completions and _rendered_again(tokenizer, messages, tools, rules, outcome) != whole:
         result.dropped["template_not_deterministic"] += len(completions)
         return result
-    result.rows = group_turns(completions, result.noted)
+    result.rows = group_turns(completions, rules.end_token_ids, result.noted)
     return result
 
 
@@ -203,8 +203,13 @@ def _num_supervised(tokenizer: Tokenizer, completion: list[int], rules: Rules, n
     return len(completion)
 
 
-def group_turns(completions: Sequence[Completion], noted: Counter[str]) -> list[RawRow]:
-    """As few rows as possible: a turn joins a later turn's row that begins with its own ids."""
+def group_turns(
+    completions: Sequence[Completion], end_token_ids: frozenset[int], noted: Counter[str]
+) -> list[RawRow]:
+    """As few rows as possible: a turn joins a later turn's row that begins with its own ids.
+
+    An end token that the template writes only once more turns follow is the verifier's in that row, too.
+    """
     rows: list[RawRow] = []
     for turn in reversed(completions):
         start = len(turn.prompt)
@@ -214,7 +219,9 @@ def group_turns(completions: Sequence[Completion], noted: Counter[str]) -> list[
         if host is None:
             rows.insert(0, RawRow(own, [(start, stop)]))
         else:
-            host.spans.insert(0, (start, stop))
+            follows = host.input_ids[stop] if stop < len(host.input_ids) else None
+            unended = own[stop - 1] not in end_token_ids and follows in end_token_ids
+            host.spans.insert(0, (start, stop + unended))
     if len(rows) > 1:
         pairs = pairwise(completions)
         kept = all(later.prompt_text.startswith(turn.full_text) for turn, later in pairs)

@@ -37,20 +37,31 @@ def claimed(path: Path) -> Iterator[list[str]]:
         )
     (path / SHARD_DIRECTORY).mkdir(exist_ok=True)
     notes: list[str] = []
+    problem = Problem(
+        f"another process is writing the store {path}", fix="wait for it, or store=ANOTHER_DIRECTORY"
+    )
+    with locked(path, problem) as is_locked:
+        if not is_locked:
+            notes.append(f"{path} cannot be locked: do not write it from two processes")
+        yield notes
+
+
+@contextlib.contextmanager
+def locked(path: Path, taken: Problem) -> Iterator[bool]:
+    """Lock a directory for this process; yields False where directories cannot be locked.
+
+    Raises UserError with `taken` when another process holds it. The lock of a process that is killed is gone.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = True
         except BlockingIOError as error:
-            problem = Problem(
-                f"another process is writing the store {path}",
-                fix="wait for it, or store=ANOTHER_DIRECTORY",
-            )
-            raise UserError(problem) from error
+            raise UserError(taken) from error
         except OSError:
-            # some network file systems do not lock directories; the renames still keep files whole
-            notes.append(f"{path} cannot be locked: do not write it from two processes")
-        yield notes
+            is_locked = False  # some network file systems do not; the renames still keep files whole
+        yield is_locked
     finally:
         # unlocked explicitly: a child process may still hold a copy of the descriptor
         with contextlib.suppress(OSError):

@@ -32,14 +32,15 @@ class PlainFiles(TorchCheckpointIO):
         Raises `UserError` when the disk is full; no other file is touched then.
         """
         path = Path(path)
+        fix = (
+            f"free space, then the same command with resume=true run_dir={path.parent.parent}: "
+            "the checkpoints written before hold"
+            if (path.parent / LAST).is_file()
+            else "free space, then the same command in another run_dir: nothing was saved yet"
+        )
         try:
             with (
-                disk_errors(
-                    path,
-                    "room for one checkpoint more",
-                    f"free space, then the same command with resume=true run_dir={path.parent.parent}: "
-                    "the checkpoints written before hold",
-                ),
+                disk_errors(path, "room for one checkpoint more", fix),
                 open(path, "wb") as file,
             ):
                 torch.save(checkpoint, file)
@@ -63,17 +64,24 @@ def fault_of(path: Path) -> str | None:
     return None if record is None else f"{record} in it does not have its checksum"
 
 
+def _damaged(path: Path, fault: str) -> IntegrityError:
+    return IntegrityError(Problem(f"the checkpoint {path} is damaged", fault, "a whole file"))
+
+
 def read_position(path: Path) -> dict[str, Any]:
     """The place of a checkpoint: `num_updates`, `tokens`, `epoch`, ...
 
     Raises `IntegrityError` for a damaged file and `UserError` for a file that is no checkpoint of eagle3lab.
     """
     if (fault := fault_of(path)) is not None:
-        raise IntegrityError(Problem(f"the checkpoint {path} is damaged", fault, "a whole file"))
+        raise _damaged(path, fault)
     expected, fix = "a checkpoint written by train.py", ""
     try:
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True)[KEY])
     except Exception as error:
+        # of the archive's directory, where Python's own reader is less strict
+        if "failed reading zip archive" in str(error):
+            raise _damaged(path, str(error).partition(". This is an internal")[0]) from error
         # torch names the first class; nothing of it was imported or run
         found = str(error).partition("Unsupported global: GLOBAL ")[2].split(" ", 1)[0]
         reason = f"it holds pickled objects ({found})" if found else f"{type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eagle3lab.config.errors import IntegrityError, Problem, raise_all
+from eagle3lab.config.errors import IntegrityError, Problem, UserError, raise_all
 from eagle3lab.config.schema import OptimConfig, OptimKind
 
 from .checkpoint_files import KEY, read_position
@@ -65,9 +65,9 @@ def _data_identity(plan: RunPlan, seed: int) -> dict[str, int | str]:
 def check(checkpoint: dict[str, Any], draft: nn.Module, plan: RunPlan, seed: int) -> int:
     """Hold a checkpoint against this run's draft, vocabulary and plan; returns the updates completed.
 
-    A longer or shorter budget is fine: the run goes on with the new plan from the same place in the data.
-    Raises `IntegrityError` for other tensors or another vocabulary, `UserError` for other data or another
-    update size.
+    Another budget is fine: the run goes on with the new plan from the same place in the data.
+    Raises `IntegrityError` for other tensors or another vocabulary, `UserError` for other data, another
+    update size, or a budget that ends before that place.
     """
     state = checkpoint.get(KEY)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
@@ -91,6 +91,15 @@ def check(checkpoint: dict[str, Any], draft: nn.Module, plan: RunPlan, seed: int
             if state["data"].get(name) != identity[name]
         ]
     )
+    if (state["epoch"], state["in_epoch"]) > plan.locate(plan.num_updates):
+        raise UserError(
+            Problem(
+                "the checkpoint lies beyond the end of this run: updates made until it",
+                state["num_updates"],
+                f"at most {plan.num_updates}, where the budget of this run ends",
+                "the train.max_epochs, train.max_updates and train.max_tokens of before, or larger ones",
+            )
+        )
     return plan.find(state["epoch"], state["in_epoch"])
 
 

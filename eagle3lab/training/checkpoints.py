@@ -11,9 +11,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from eagle3lab.config.errors import UserError
 from eagle3lab.store.files import sync_directory
 
-from .checkpoint_files import BEST, LAST, PREVIOUS, UNFINISHED, ResumePoint
+from .checkpoint_files import BEST, LAST, PREVIOUS, UNFINISHED, ResumePoint, read_position
 from .clock import TrainClock
 from .interval_log import IntervalLog
 from .milestones import Milestones
@@ -52,6 +53,13 @@ class Checkpoints(Callback):
         # a file that this run has neither written nor checked must not take the place of a whole one
         self._last_is_whole = resumed is not None and resumed.path.name == LAST
 
+    @property
+    def newest(self) -> Path:
+        """The file that holds the weights at hand, when they are saved."""
+        if self.resumed is not None and not self._last_is_whole:
+            return self.resumed.path
+        return self.directory / LAST
+
     def state_dict(self) -> dict[str, Any]:
         return self.selection.state_dict()
 
@@ -62,12 +70,36 @@ class Checkpoints(Callback):
         checkpoint[ABOUT] = self.about
         checkpoint[SELECTION] = self.selection.outcome()
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        # the checkpoint is loaded; where nothing is left to train, no later hook comes
         if self.resumed is not None:
             self.saved_update = pl_module.num_updates
             self.interval_log.write(self.resumed.describe(pl_module.plan))
+            self._hold_best_to_its_file()
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self.selection.has_stopped:  # before it was resumed
             trainer.should_stop = True
+
+    def _hold_best_to_its_file(self) -> None:
+        """Forget a best whose weights are not there: what is said to be selected is what is exported.
+
+        A kill may leave `best.ckpt` one save ahead of `last.ckpt`; further ahead it is where that was damaged.
+        """
+        best, path = self.selection.best, self.directory / BEST
+        if not best:
+            return
+        try:
+            held = read_position(path)["num_updates"]
+            found = f"of update {held}" if held != best["update"] else ""
+        except UserError as error:
+            found = str(error.problems[0].value)
+        if found:
+            self.interval_log.write(
+                f"resume             passed over {path}: {found}, the best was that of update {best['update']:.0f}; "
+                "chosen anew from here on"
+            )
+            self.selection.best = {}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *args: Any) -> None:
         if not pl_module.update_done or not self.milestones.saves(pl_module.num_updates):

@@ -26,7 +26,7 @@ from .loader import DOMAIN, stays_on_host
 from .loss_weights import Weights, loss_weights
 from .metrics import Sums, train_sums, train_widths, validation_widths
 from .noise_seed import pack_seed
-from .optim import build_learning_rate, build_optimizers, set_learning_rate
+from .optim import apply_settings, build_learning_rate, build_optimizers, set_learning_rate, settings_of
 from .run_plan import PlannedUpdate, RunPlan
 from .sharding import ShardedStrategy, whole
 from .validation import pack_sums
@@ -116,7 +116,9 @@ class Eagle3Module(LightningModule):
             self._run = self.trainer.strategy.shard(self.draft)
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-        return build_optimizers(self.draft.named_parameters(), self.optim)
+        optimizers = build_optimizers(self.draft.named_parameters(), self.optim)
+        self._optimizer_settings = [settings_of(optimizer) for optimizer in optimizers]
+        return optimizers
 
     def on_fit_start(self) -> None:
         self.train_sums = Sums(train_widths(self.ttt_steps), self.device)
@@ -127,6 +129,10 @@ class Eagle3Module(LightningModule):
         self._trainable = [p for _, p in trainable]
         if self.optim.ema_decay is not None:
             self.average = WeightAverage(trainable, self.optim.ema_decay, self._held_average)
+
+    def on_train_start(self) -> None:
+        for optimizer, settings in zip(self._optimizers(), self._optimizer_settings, strict=True):
+            apply_settings(optimizer.optimizer, settings)
 
     def on_fit_end(self) -> None:
         if isinstance(self.trainer.strategy, ShardedStrategy):

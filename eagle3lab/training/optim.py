@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -125,6 +126,19 @@ def _adamw(parameters: list[nn.Parameter], optim: OptimConfig) -> torch.optim.Ad
         eps=optim.eps,
         fused=True,
     )
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What an optimizer was built with, group by group: all but the parameters."""
+    return [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+
+
+def apply_settings(optimizer: torch.optim.Optimizer, settings: list[dict[str, Any]]) -> None:
+    """Put `settings_of` back: with the states of a checkpoint, torch also takes the settings it was made with."""
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float, optim: OptimConfig) -> None:

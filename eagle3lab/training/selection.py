@@ -110,7 +110,7 @@ def describe_outcome(outcome: Mapping[str, Any]) -> str:
     """`Selection.outcome` in a line or two."""
     name, untrained = NAMES[SelectBy(outcome["select_by"])], outcome["untrained_value"]
     if outcome["value"] is None:
-        return f"selected  none: no validation has a finite {name}, so the last weights are exported"
+        return f"selected  none: no checkpoint has a finite {name}, so the last weights are exported"
     beside = "" if untrained is None else f", untrained {untrained:.4f}"
     lines = [f"selected  update {outcome['update']:,} by {name} {outcome['value']:.4f}{beside}"]
     if outcome["better_than_untrained"] is False:

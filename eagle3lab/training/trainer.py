@@ -25,7 +25,7 @@ from eagle3lab.config.flops import StepWork
 from eagle3lab.config.schema import Accelerator, HardwareConfig, Precision, TrainerConfig
 from eagle3lab.config.stamp import is_rank_zero
 
-from .checkpoint_files import BEST, LAST, PlainFiles, find_resume_point
+from .checkpoint_files import BEST, PlainFiles, find_resume_point
 from .checkpoints import Checkpoints
 from .clock import TrainClock
 from .csv_log import CsvLog
@@ -241,7 +241,7 @@ def _summary(
         last_validation=log.last_validation,
         best_validation=checkpoints.selection.best,
         selection=checkpoints.selection.outcome(),
-        last_checkpoint=str(checkpoints.directory / LAST),
+        last_checkpoint=str(checkpoints.newest),
         best_checkpoint=str(checkpoints.directory / BEST) if checkpoints.selection.best else None,
     )
 

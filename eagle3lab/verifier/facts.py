@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,7 +175,7 @@ def read_facts(path: Path) -> VerifierFacts:
         tie_word_embeddings=model_type in _TIED_BY_DEFAULT if tied is None else bool(tied),
         norm_offset=1.0 if model_type in PLUS_ONE_NORM_TYPES else 0.0,
         bos_token_id=_first(*(part.get("bos_token_id") for part in ids)),
-        eos_token_ids=_union([part.get("eos_token_id") for part in (text, config, generation)]),
+        eos_token_ids=_end_tokens((text, config, generation), keys),
         pad_token_id=_first(*(part.get("pad_token_id") for part in ids)),
         config_hash=_canonical_hash(config),
         kv_lora_rank=text.get("kv_lora_rank"),
@@ -225,10 +225,18 @@ def _first(*values: Any) -> Any:
     return next((v for v in values if v is not None), None)
 
 
-def _union(values: list[Any]) -> tuple[int, ...]:
-    """Every token id in `values` (numbers, lists, None), in order, each once."""
-    flat = [i for v in values if v is not None for i in (v if isinstance(v, list) else [v])]
-    return tuple(dict.fromkeys(int(i) for i in flat))
+def _end_tokens(parts: Iterable[Mapping[str, Any]], keys: _Keys) -> tuple[int, ...]:
+    """Every `eos_token_id` of `parts` (a number, a list, None), in order, each once; what is no token is a problem."""
+    given = [part.get("eos_token_id") for part in parts]
+    flat = [
+        i for value in given if value is not None for i in (value if isinstance(value, list) else [value])
+    ]
+    vocab_size = keys.values.get("vocab_size")
+    for i in flat:
+        if type(i) is not int or i < 0 or (isinstance(vocab_size, int) and i >= vocab_size):
+            what = f"{keys.where} or generation_config.json: eos_token_id"
+            keys.problems.append(Problem(what, i, f"token ids below vocab_size {vocab_size}, or null"))
+    return tuple(dict.fromkeys(i for i in flat if type(i) is int))
 
 
 def _canonical_hash(config: Mapping[str, Any]) -> str:

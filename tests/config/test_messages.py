@@ -71,6 +71,15 @@ def test_the_users_own_command_has_no_problem() -> None:
         ("noise.scale=-1", "noise.scale: -1.0", "noise.scale"),
         ("draft.aux_layer_ids=[2,1]", "draft.aux_layer_ids: [2, 1]", "null"),
         ("draft.aux_layer_ids=[2,15,30]", "distinct increasing ids from 1 to 29", "null"),
+        ("optim.betas=0.9", "optim.betas has the wrong type: '0.9'; expected a list", "optim.betas=[0.9]"),
+        ("data.paths=x.jsonl", "data.paths has the wrong type", "data.paths=[x.jsonl]"),
+        ("data.paths=[null]", "data.paths[0] has the wrong type: '[null]'; expected a text", ""),
+        ("run_name=[a]", "run_name has the wrong type: '[a]'; expected a text", ""),
+        ("train=3", "train has the wrong type: '3'; expected keys of its own: train.NAME=VALUE", ""),
+        ("train=[1]", "train has the wrong type: '[1]'; expected keys of its own", ""),
+        ("train.early_stopping=5", "expected keys of its own: train.early_stopping.NAME=VALUE", ""),
+        ("~optim.lr", "optim.lr cannot be removed; expected a value: optim.lr=VALUE", ""),
+        ("train.seed=99999999999999999999", "train.seed: 99999999999999999999", "train.seed=0"),
         ("run_dir=a=b", "cannot be parsed", "'run_dir=\"a=b\"'"),
         ("train.tokens_per_update=3000", "", ""),
     ],
@@ -142,3 +151,11 @@ def test_a_recipe_for_training_alone_is_told_apart_from_an_unknown_one() -> None
     (message,) = problems_of("extract", "experiment=nemo")
     assert "the experiment is a recipe for train.py: 'nemo'" in message
     assert "experiment=kimi_k25_blackwell8" in message
+
+
+def test_a_primary_configuration_that_is_not_there_is_named() -> None:
+    compose.register()
+    _, error = compose.try_compose("nope", [])
+    assert error is not None
+    (problem,) = compose.explain(error, "train", [], CHECKS["train"]).problems
+    assert str(problem).startswith("there is no such configuration: 'nope'; expected a file of conf/")

@@ -9,6 +9,7 @@ from eagle3lab.config.stamp import STAMP_VARIABLE, is_rank_zero, run_stamp
 LAUNCHERS = (
     "SLURM_JOB_ID",
     "SLURM_ARRAY_JOB_ID",
+    "SLURM_ARRAY_TASK_ID",
     "SLURM_JOB_NAME",
     "TORCHELASTIC_RUN_ID",
     "RANK",
@@ -52,6 +53,18 @@ def test_array_tasks_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stamps == {"slurm-7_0", "slurm-7_1"}
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "stamp"),
+    [("SLURM_ARRAY_TASK_ID", "3", "slurm-9_3"), ("SLURM_ARRAY_JOB_ID", "7", "slurm-9")],
+)
+def test_half_of_an_arrays_variables_is_read_for_what_it_says(
+    variable: str, value: str, stamp: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    monkeypatch.setenv(variable, value)
+    assert run_stamp() == stamp
+
+
 def test_an_interactive_allocation_is_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "4243")
     monkeypatch.setenv("SLURM_JOB_NAME", "bash")
@@ -70,7 +83,8 @@ def test_torchrun_ranks_share_their_agent(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [({}, True), ({"RANK": "1"}, False), ({"RANK": "0"}, True), ({"LOCAL_RANK": "1"}, False),
-     ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, False), ({"SLURM_PROCID": "2"}, False)],
+     ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, False), ({"SLURM_PROCID": "2"}, False),
+     ({"RANK": "", "SLURM_PROCID": "2"}, False), ({"RANK": ""}, True)],
 )  # fmt: skip
 def test_one_process_is_rank_zero(
     environment: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -269,3 +270,17 @@ def test_a_sweep_whose_drafts_were_all_decoded_is_compared_by_acceptance(
     assert [source[:22] for source in Page(page.read_text()).sources] == ["data:image/png;base64,"]
     assert main(["compare", str(tmp_path / "sweep"), "--training"]) == 0
     assert "by simulated acceptance length" in capsys.readouterr().out
+
+
+def test_a_finished_trial_whose_directory_is_gone_says_so(sweep: Path, capsys: Any) -> None:
+    shutil.rmtree(sweep / "00-none0")
+    main(["compare", str(sweep)])
+    assert "unfinished 00-none0: its directory is no longer there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("entry", ["evaluate", "extract"])
+def test_a_sweep_that_trained_nothing_is_refused(entry: str, tmp_path: Path, capsys: Any) -> None:
+    trial = {"number": 0, "overrides": ["decode.k=[1]"], "state": "finished"}
+    (tmp_path / "sweep.json").write_text(json.dumps({"entry": entry, "trials": [trial]}))
+    assert main(["compare", str(tmp_path)]) == 2
+    assert f"a sweep of {entry}.py has no training runs" in capsys.readouterr().err

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from eagle3lab.config.errors import UserError
-from eagle3lab.experiments.run_dir import CONFIG, claim, read_json, write_json
+from eagle3lab.config.invocation import Invocation
+from eagle3lab.config.schema import TrainRoot
+from eagle3lab.experiments import lifecycle
+from eagle3lab.experiments.run_dir import CONFIG, claim, only_run_in, read_json, write_json
+from eagle3lab.store.manifest import Manifest, VerifierIdentity
 
 
 def test_of_many_that_claim_a_directory_one_gets_it(tmp_path: Path) -> None:
@@ -29,6 +35,40 @@ def test_resume_needs_a_run(tmp_path: Path) -> None:
         claim(tmp_path, resume=True)
     (tmp_path / CONFIG).write_text("x")
     claim(tmp_path, resume=True)
+
+
+def test_one_process_at_a_time_goes_on_in_a_directory(tmp_path: Path) -> None:
+    with (
+        only_run_in(tmp_path),
+        pytest.raises(UserError, match="another process is training"),
+        only_run_in(tmp_path),
+    ):
+        pass
+    with only_run_in(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_at_the_start_names_the_outputs_and_leaves_the_directory_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(lifecycle, "write_json", full)
+    identity = VerifierIdentity("LlamaForCausalLM", "0" * 64, "1" * 64, 8, 4, 16, "tiny")
+    manifest = Manifest(
+        verifier=identity,
+        tokenizer_hash="t",
+        template_hash="t",
+        template_args_hash="t",
+        layer_ids=(1, 2),
+        dtype="bfloat16",
+        engine={"name": "test"},
+    )
+    with pytest.raises(UserError, match="outputs=DIRECTORY"):
+        lifecycle.begin_run(TrainRoot(), Invocation(), tmp_path, manifest)
+    claim(tmp_path, resume=False)
 
 
 def test_json_refuses_what_is_no_json_and_leaves_the_old_file(tmp_path: Path) -> None:

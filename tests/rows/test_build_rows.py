@@ -190,3 +190,32 @@ def test_what_users_say_is_known_of_training_conversations_in_every_turn_and_of_
         for text in (first, second)
     }
     assert rowset.user_turns == expected
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_that_a_trimming_template_makes_equal_share_a_side(
+    seed: int, rows_of: RowsOf, chat: Chat, shared: Any, tmp_path: Any
+) -> None:
+    template = tmp_path / "trim.jinja"
+    text = (shared / "templates" / "plain.jinja").read_text()
+    template.write_text(text.replace("m.content", "m.content | trim"))
+    data = [chat(space.format("hi"), "a") for space in ("{}", "{} ", "\t{}", "\n{}\r\n")]
+    rowset = rows_of(*data, validation_share=0.5, seed=seed, template=str(template))
+    assert len(rowset.rows) == 4
+    assert len({(row.row_id, row.split) for row in rowset.rows}) == 1
+
+
+def test_an_end_token_that_only_history_has_is_supervised_there(
+    rows_of: RowsOf, chat: Chat, tmp_path: Any
+) -> None:
+    template = tmp_path / "no_last_end.jinja"
+    template.write_text(
+        "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.role == 'user' or not loop.last %}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+    )
+    rowset = rows_of(chat("a", "b", "c", "d"), template=str(template))
+    (row,) = rowset.rows
+    supervised = [token for token, one in zip(row.input_ids, row.loss_mask, strict=True) if one]
+    assert supervised == [*b"b", 258, *b"d"]
+    assert rowset.accounting.noted == {"no_end_token": 2}

@@ -196,3 +196,10 @@ def test_a_prompt_that_cannot_be_rendered_is_counted_by_its_reason(
 ) -> None:
     dialogue = begin(("user", "hi"), template=template or "{{ '' }}")
     assert (dialogue.prompt, dialogue.built.reason) == (None, reason)
+
+
+def test_what_is_said_after_the_last_user_turn_is_counted(begin: Callable[..., Dialogue]) -> None:
+    dialogue = begin(("user", "hi"), ("assistant", "-"), ("system", "late"))
+    dialogue.answer([*b"yes", END], True)
+    assert dialogue.built.repaired == {"answers_replaced": 1, "trailing_turns_cut": 1}
+    assert "trailing_turns_cut" not in begin(("system", "s"), ("user", "hi"), ("user", "you")).built.repaired

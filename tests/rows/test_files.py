@@ -95,3 +95,38 @@ def test_json_that_readers_take_in_different_ways_is_malformed(line: str, says: 
     good, bad = read_file(str(path))
     assert good.error is None
     assert says in str(bad.error)
+
+
+@pytest.mark.parametrize(
+    ("between", "whole"), [(b"", True), (b"\0" * 8, True), (b"no stream", False), (b"\xfe", False)]
+)
+def test_every_stream_of_an_archive_is_read_or_the_file_is_refused(
+    between: bytes, whole: bool, tmp_path: Path
+) -> None:
+    first, second = (lzma.compress(lines([record] * 3000)) for record in RECORDS)
+    path = tmp_path / "a.jsonl.xz"
+    path.write_bytes(first + between + second + b"\0" * 4)
+    if whole:
+        assert values(path) == [record for record in RECORDS for _ in range(3000)]
+    else:
+        with pytest.raises(UserError, match="cannot decompress"):
+            values(path)
+
+
+@pytest.mark.parametrize("bad", [b"[1, 2]\n", b"\n[[1]]\n", b"[" * 100_000 + b"]" * 100_000 + b"\n"])
+def test_a_list_in_the_first_line_costs_no_other_line(bad: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(bad + lines(RECORDS))
+    read = list(read_file(str(path)))
+    assert [record.value for record in read[1:]] == RECORDS
+    assert [record.source.rpartition(":")[2] for record in read] == (
+        ["2", "3", "4"] if bad.startswith(b"\n") else ["1", "2", "3"]
+    )
+
+
+def test_an_array_after_blank_lines_is_an_array_and_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b"\r\n\n" + json.dumps(RECORDS, indent=1).encode())
+    assert values(path) == RECORDS
+    path.write_text('\n\n[{"id": 1},\n{"id": ]')
+    assert [record.source for record in read_file(str(path))] == [f"{path}:4"]

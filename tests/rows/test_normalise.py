@@ -39,6 +39,7 @@ def test_keys_filled_with_nulls_by_a_table_format_are_absent() -> None:
         "tools": None,
     }
     assert read(filled)[0] == read(MESSAGES)[0]
+    assert read({**SHAREGPT, "messages": []})[0] == read(SHAREGPT)[0]
     mixed = {"messages": [{"role": None, "content": None, "from": "human", "value": "a"}]}
     assert read(mixed)[0].messages == ({"role": "user", "content": "a"},)
 
@@ -103,3 +104,43 @@ def test_the_id_depends_on_content_and_tools_only() -> None:
 def test_a_role_map_may_not_invent_targets() -> None:
     assert not check_role_map({"model": "assistant", "developer": "developer"})
     assert len(check_role_map({"model": "asistant"})) == 1
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    return turn("", tool_calls=[{"function": {"name": "f", "arguments": arguments}}])
+
+
+@pytest.mark.parametrize("arguments", [None, "null", "", " ", "{}", {}])
+def test_a_call_without_arguments_has_an_empty_object(arguments: Any) -> None:
+    assert read(call(arguments))[0].messages == read(call({}))[0].messages
+
+
+def test_an_empty_list_of_calls_is_absent() -> None:
+    assert read(turn("x", tool_calls=[]))[0] == read(turn("x"))[0]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", '{"a": ' + "[" * 150 + "]" * 150 + "}", '{"a": NaN}',
+             '{"a": 1, "a": 2}'],
+)  # fmt: skip
+def test_json_in_text_is_read_as_strictly_as_the_file(text: str) -> None:
+    assert reason(call(text)) == "bad_tool_call"
+    assert reason({**MESSAGES, "tools": f"[{text}]"}) == "bad_tools"
+
+
+def test_no_system_text_beside_the_turns_is_lost_uncounted() -> None:
+    parts = [{"type": "text", "text": "s"}]
+    assert read({**SHAREGPT, "system": parts})[0] == read({**SHAREGPT, "system": "s"})[0]
+    assert reason({**SHAREGPT, "system": {"text": "s"}}) == "bad_message"
+    first = {"role": "system", "content": "s"}
+    both = {"messages": [first, *MESSAGES["messages"]]}
+    assert read({**both, "system": "s"}) == read(both)
+    other, repaired = read({**both, "system": "t"})
+    assert other == read(both)[0]
+    assert repaired == {"system_of_record_left_out": 1}
+
+
+@pytest.mark.parametrize("kind", ["image_url", "thinking"])
+def test_a_part_that_only_carries_text_is_not_text(kind: str) -> None:
+    assert reason(turn([{"type": kind, "text": "caption"}])) == "not_text"
+    assert read(turn([{"type": "output_text", "text": "x"}]))[0] == read(turn("x"))[0]

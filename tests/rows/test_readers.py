@@ -68,3 +68,16 @@ def test_malformed_lines_and_unknown_roles_of_all_files_come_in_one_message(
 def test_a_missing_file_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"no such file.*gone\.jsonl"):
         read_conversations(DataConfig(paths=["gone.jsonl"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("\ud800", "\\ud800"), ("a\x1b[31m\nb", "a\\x1b[31m\\nb"), ("\u00e9 [/b] 1", "\u00e9 [/b] 1"), (7, "7")],
+)
+@pytest.mark.parametrize("key", ["messages", "nothing"])
+def test_an_id_is_shown_as_text_that_any_file_takes(
+    name: Any, shown: str, key: str, write_jsonl: Callable[..., str], chat: Callable[..., dict[str, Any]]
+) -> None:
+    record = {"id": name, key: chat("a", "b")["messages"]}
+    conversations, account = read_conversations(DataConfig(paths=[write_jsonl(record)]))
+    assert [*(c.record_id for c in conversations), *account.examples.get("no_messages", [])] == [shown]

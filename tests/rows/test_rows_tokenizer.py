@@ -77,3 +77,15 @@ def test_special_tokens_include_those_without_a_role(shared: Path) -> None:
     tokens = special_tokens(load_tokenizer(ModelConfig(name="m"), shared / "target_tiny"))
     assert tokens["<|turn|>"] == 257
     assert len(tokens) == 8
+
+
+@pytest.mark.parametrize(
+    ("data", "says"), [(b"{# \xe9 #}", "is not UTF-8"), (b"\xef\xbb\xbf{{ messages }}", "byte order mark")]
+)
+def test_a_template_file_in_another_encoding_is_refused(
+    data: bytes, says: str, shared: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=says):
+        load_tokenizer(ModelConfig(name="m", template=str(file)), shared / "target_tiny")

@@ -258,9 +258,10 @@ def test_a_broken_template_is_a_user_error(byte_tokenizer: Any) -> None:
         turns_of(with_template(byte_tokenizer, "{% for m in %}"), chat_messages("a", "b"))
 
 
-def test_template_arguments_may_not_replace_the_renderers(byte_tokenizer: Any) -> None:
-    with pytest.raises(UserError, match=r"template_args\.tokenize"):
-        template_arguments(byte_tokenizer, ModelConfig(name="m", template_args={"tokenize": True}))
+@pytest.mark.parametrize("name", ["tokenize", "max_length"])
+def test_template_arguments_may_not_be_the_renderers(name: str, byte_tokenizer: Any) -> None:
+    with pytest.raises(UserError, match=rf"template_args\.{name}"):
+        template_arguments(byte_tokenizer, ModelConfig(name="m", template_args={name: True}))
 
 
 def test_the_rendered_prompt_is_what_transformers_serves(

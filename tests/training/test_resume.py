@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from eagle3lab.config.errors import IntegrityError, UserError
-from eagle3lab.config.schema import Schedule, TrainerConfig
+from eagle3lab.config.schema import OptimKind, Schedule, TrainerConfig
+from eagle3lab.config.selection import SelectBy
 from eagle3lab.draft.vocabulary import DraftVocabulary
 from eagle3lab.store.reader import StoreReader
-from eagle3lab.training.checkpoint_files import read_position
+from eagle3lab.training.checkpoint_files import find_resume_point, read_position
 from eagle3lab.training.checkpoint_state import load_weights
 
 NOISE = 0.05
@@ -169,6 +170,86 @@ def test_other_data_order_or_update_size_is_refused(
         other = replace(other, tokens_per_update=2 * fields["seq_len"])
     with pytest.raises(UserError, match=message):
         train_run(store, tmp_path, other, resume=True)
+
+
+def test_a_budget_that_ends_before_the_checkpoint_is_refused(
+    tiny: ModuleType, store: StoreReader, train_run: Any, tmp_path: Path
+) -> None:
+    train = config(tiny, max_epochs=2, max_updates=5)
+    train_run(store, tmp_path, train)
+    for shorter in (replace(train, max_updates=4), replace(train, max_epochs=1)):
+        with pytest.raises(UserError, match="updates made until it: 5; expected at most 4"):
+            train_run(store, tmp_path, shorter, resume=True)
+
+
+@pytest.mark.parametrize("kind", list(OptimKind))
+def test_a_resumed_run_has_its_own_optimizer_settings_and_the_states_of_before(
+    tiny: ModuleType, store: StoreReader, train_run: Any, tmp_path: Path, kind: OptimKind
+) -> None:
+    train = config(tiny, max_updates=2)
+    train_run(store, tmp_path, train, optim=tiny.optim(kind=kind))
+    other = {"weight_decay": 0.25, "betas": [0.5, 0.75], "eps": 1e-4, "muon_momentum": 0.5}
+    module, _ = train_run(
+        store, tmp_path, replace(train, max_updates=3), optim=tiny.optim(kind=kind, **other), resume=True
+    )
+    groups = [group for o in module.trainer.optimizers for group in o.param_groups]
+    assert {group["weight_decay"] for group in groups} == {0.25, 0.0}
+    assert {tuple(g["betas"]) for g in groups if "betas" in g} == {(0.5, 0.75)}
+    assert {g["momentum"] for g in groups if "momentum" in g} == ({0.5} if kind is OptimKind.muon else set())
+    assert {float(step) for step in optimizer_steps(tmp_path)} == {3.0}
+
+
+def optimizer_steps(path: Path) -> list[torch.Tensor]:
+    checkpoint = torch.load(path / "checkpoints" / "last.ckpt", weights_only=True)
+    states = [s for optimizer in checkpoint["optimizer_states"] for s in optimizer["state"].values()]
+    return [state["step"] for state in states if "step" in state]
+
+
+def test_one_bit_of_the_archives_own_directory_is_damage_too(whole: Any, tmp_path: Path) -> None:
+    content = bytearray((whole[0] / "checkpoints" / "last.ckpt").read_bytes())
+    (tmp_path / "previous.ckpt").write_bytes(content)
+    content[-64] ^= 1  # in the zip64 end record, of which Python's zipfile does not look at all
+    (tmp_path / "last.ckpt").write_bytes(content)
+    with pytest.raises(IntegrityError, match="is damaged"):
+        read_position(tmp_path / "last.ckpt")
+    assert find_resume_point(tmp_path).path.name == "previous.ckpt"
+
+
+@pytest.mark.parametrize("best", ["ahead", "missing"])
+def test_a_best_whose_weights_are_not_there_is_chosen_anew(
+    tiny: ModuleType,
+    store: StoreReader,
+    train_run: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    best: str,
+) -> None:
+    train = config(tiny, max_updates=3, validate_every_updates=1, select_by=SelectBy.loss)
+    train_run(store, tmp_path, train)
+    directory = tmp_path / "checkpoints"
+    assert read_position(directory / "best.ckpt")["num_updates"] == 3
+    if best == "ahead":  # as a kill in the middle of a save leaves it
+        (directory / "previous.ckpt").replace(directory / "last.ckpt")
+        train = replace(train, max_updates=2)
+    else:
+        (directory / "best.ckpt").unlink()
+    _, summary = train_run(store, tmp_path, train, resume=True)
+    assert summary.best_checkpoint is None
+    assert summary.selection["update"] is None
+    assert "chosen anew from here on" in capsys.readouterr().out
+    _, summary = train_run(store, tmp_path, replace(train, max_updates=4), resume=True)
+    assert read_position(Path(summary.best_checkpoint))["num_updates"] == summary.selection["update"]
+
+
+def test_what_was_passed_over_is_not_exported(
+    tiny: ModuleType, store: StoreReader, train_run: Any, tmp_path: Path
+) -> None:
+    train = config(tiny, max_updates=3, save_every_updates=1)
+    train_run(store, tmp_path, train)
+    (tmp_path / "checkpoints" / "last.ckpt").write_bytes(b"damaged")
+    (tmp_path / "checkpoints" / "best.ckpt").unlink()
+    _, summary = train_run(store, tmp_path, replace(train, max_updates=2), resume=True)
+    assert Path(summary.last_checkpoint).name == "previous.ckpt"
 
 
 def test_a_checkpoint_is_plain_data_without_the_verifiers_tensors(tiny: ModuleType, whole: Any) -> None:

@@ -221,6 +221,12 @@ def test_logit_transforms_are_refused(
         facts_of({**LLAMA31, **transform})
 
 
+@pytest.mark.parametrize("eos", [-1, [128001, -1], 128256, 1.5, True, "128001"])
+def test_an_end_token_that_is_no_token_is_refused(eos: Any, facts_of: Callable[..., VerifierFacts]) -> None:
+    with pytest.raises(UserError, match="eos_token_id"):
+        facts_of(LLAMA31, {"eos_token_id": eos})
+
+
 def test_missing_directory_and_missing_config(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no such verifier directory.*\n.*model\.path="):
         read_facts(tmp_path / "absent")
