@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3lab.config.errors import Problem, UserError
-from eagle3lab.store.claim import locked
-from eagle3lab.store.files import write_text
+from eagle3lab.store.files import locked, write_text
 
 CONFIG = "config.yaml"
 PROVENANCE = "provenance.json"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.store.answers import ANSWERS_FILE
-from eagle3lab.store.files import TEMPORARY_SUFFIX
+from eagle3lab.store.files import TEMPORARY_SUFFIX, locked
 from eagle3lab.store.index import SHARD_DIRECTORY
 from eagle3lab.store.manifest import MANIFEST_FILE, is_store
 
@@ -44,29 +42,6 @@ def claimed(path: Path) -> Iterator[list[str]]:
         if not is_locked:
             notes.append(f"{path} cannot be locked: do not write it from two processes")
         yield notes
-
-
-@contextlib.contextmanager
-def locked(path: Path, taken: Problem) -> Iterator[bool]:
-    """Lock a directory for this process; yields False where directories cannot be locked.
-
-    Raises UserError with `taken` when another process holds it. The lock of a process that is killed is gone.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_locked = True
-        except BlockingIOError as error:
-            raise UserError(taken) from error
-        except OSError:
-            is_locked = False  # some network file systems do not; the renames still keep files whole
-        yield is_locked
-    finally:
-        # unlocked explicitly: a child process may still hold a copy of the descriptor
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
 
 
 def remove_leftovers(path: Path) -> list[str]:

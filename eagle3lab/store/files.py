@@ -1,9 +1,10 @@
-"""Writing files so that a final name always means a whole file, and a full disk is said plainly."""
+"""Writing files so that a final name always means a whole file, by one process, and a full disk is said plainly."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -114,3 +115,26 @@ def _errno_of(error: BaseException) -> int | None:
         return error.__context__.errno
     found = _OS_ERROR.search(str(error))
     return int(found[1]) if found else None
+
+
+@contextlib.contextmanager
+def locked(path: Path, taken: Problem) -> Iterator[bool]:
+    """Lock a directory for this process; yields False where directories cannot be locked.
+
+    Raises UserError with `taken` when another process holds it. The lock of a process that is killed is gone.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = True
+        except BlockingIOError as error:
+            raise UserError(taken) from error
+        except OSError:
+            is_locked = False  # some network file systems do not; the renames still keep files whole
+        yield is_locked
+    finally:
+        # unlocked explicitly: a child process may still hold a copy of the descriptor
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)

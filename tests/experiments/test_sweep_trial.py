@@ -126,7 +126,7 @@ def test_a_damaged_record_is_said_and_not_used(tmp_path: Path) -> None:
 
 
 def test_trials_that_never_began_are_named_in_a_comparison(tmp_path: Path) -> None:
-    write_index(tmp_path, ABOUT, [["a=0"], ["a=1"]])
+    write_index(tmp_path, {**ABOUT, "entry": "train"}, [["a=0"], ["a=1"]])
     results = read_results([tmp_path])
     assert [r.state for r in results] == ["unfinished", "unfinished"]
     assert [r.overrides for r in results] == [("a=0",), ("a=1",)]
