@@ -54,7 +54,7 @@ def run_extract(cfg: ExtractRoot, invocation: Invocation) -> None:
     model, data = absolute_model(cfg.model, invocation), absolute_data(cfg.data, invocation)
     store = invocation.path(cfg.store) if cfg.store else default_store(model, data, invocation)
     shapes = shapes_of(model)
-    layer_ids = layer_ids_of(cfg.extract.layer_ids or cfg.model.aux_layer_ids, shapes)
+    layer_ids = layer_ids_of(cfg.extract.layer_ids, "extract.layer_ids", cfg.model, shapes)
     plan_for = partial(
         plan_extraction,
         shapes,

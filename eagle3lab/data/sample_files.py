@@ -112,7 +112,7 @@ class SampleFiles:
         try:
             sample = standardize(data)
             return {name: sample[name] for name in ("input_ids", "loss_mask", *_STATES)}
-        except (KeyError, TypeError, IndexError, RuntimeError) as error:
+        except (KeyError, TypeError, IndexError, ValueError, RuntimeError) as error:
             what = f"{self.files[i]} is not of the form that {standardize.__name__} reads ({error!r})"
             raise IntegrityError(Problem(what, sorted(data))) from error
 
@@ -124,6 +124,8 @@ class SampleFiles:
         if "loss_mask" not in data and self.standardize_fn in _KNOWN_FORMS:
             expected = "loss_mask in the file, or the Arrow dataset written with hs_*.safetensors"
             raise UserError(Problem(f"{path} has no loss mask", expected=expected))
+        if self.standardize_fn in _KNOWN_FORMS:
+            _check_ids_and_mask(data["input_ids"], data["loss_mask"], path)
         return data
 
     def _widths(self, data: dict[str, Tensor], path: Path) -> tuple[int, int]:
@@ -177,6 +179,14 @@ class SampleFiles:
         if wrong:
             what = f"{len(wrong)} of {len(self.files)} files do not belong to their rows"
             raise IntegrityError(Problem(what), *wrong[0].problems)
+
+
+def _check_ids_and_mask(ids: Any, mask: Any, path: Path) -> None:
+    """A mask of weights, or fractional ids, would be cut to whole numbers without a word."""
+    if ids.is_floating_point():
+        raise IntegrityError(Problem(f"{path}: token ids", str(ids.dtype), "whole numbers"))
+    if not isinstance(mask, Tensor) or not bool(((mask == 0) | (mask == 1)).all()):
+        raise IntegrityError(Problem(f"{path}: loss mask", None, "a tensor of 0 and 1"))
 
 
 def _found_files(root: Path) -> list[Path]:

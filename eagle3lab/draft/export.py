@@ -23,6 +23,7 @@ from eagle3lab.draft.format import CONFIG_FILE, PROVENANCE_FILE, WEIGHTS_FILE
 from eagle3lab.draft.frozen import widen_frozen
 from eagle3lab.draft.inference import ChainDrafter
 from eagle3lab.draft.speculators_model import (
+    UNREADABLE_CONFIG,
     assert_finite,
     draft_from_config,
     fill_verifier_target,
@@ -110,7 +111,11 @@ def load_draft(
     config, tensors = read_export(directory)
     refuse_other_verifier(directory, config, tensors, facts, edge)
     # copies: the file may be written over while its draft is in use
-    model = _model_from(config, {name: tensor.clone() for name, tensor in tensors.items()}, attention)
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    try:
+        model = _model_from(config, copies, attention)
+    except (*UNREADABLE_CONFIG, RuntimeError) as error:  # RuntimeError: it names tensors that are not there
+        raise IntegrityError(Problem(f"{directory / CONFIG_FILE} is not a draft's", str(error))) from error
     fill_verifier_target(model, edge, vocabulary_of(model))
     assert_finite(model)
     return _cast_weights(model, dtype)
@@ -136,6 +141,10 @@ def read_export(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors = load_file(directory / WEIGHTS_FILE)
     except (ValueError, SafetensorError) as error:
         raise IntegrityError(Problem(f"{directory} cannot be read", str(error))) from error
+    if not isinstance(config, dict):
+        raise IntegrityError(
+            Problem(f"{directory / CONFIG_FILE} holds a {type(config).__name__}", None, "a JSON object")
+        )
     problems = draft_format.config_problems(config)
     if not problems:
         problems = draft_format.tensor_problems(draft_format.engine_view(config), tensors)

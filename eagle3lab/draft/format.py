@@ -33,10 +33,13 @@ _LAYER_KEYS = (
     "model_type",
     "rope_parameters",
 )
+_COUNTS = (*_LAYER_KEYS[:7], "max_position_embeddings")
 _TOP_KEYS = ("speculators_model_type", "speculators_config", "transformer_layer_config", "draft_vocab_size")
 # The engine's fallbacks differ from the training library's, so each flag must be in the file.
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _LAYER_TYPES = ("llama", "qwen3")
+_MAPS = ("d2t", "t2d")
+_PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # A draft with one of these all zero proposes one token for ever. A zero attention or MLP output is legal.
 _NEVER_ZERO = ("fc.weight", "embed_tokens.weight", "lm_head.weight", "norm.weight")
 
@@ -95,6 +98,8 @@ def config_problems(config: Mapping[str, Any]) -> list[Problem]:
         for k in _LAYER_KEYS
         if layer.get(k) is None
     ]
+    if not problems:
+        problems = _kind_problems(config, layer)
     if problems:
         return problems + _id_problems(config, layer)
     if config["speculators_model_type"] != "eagle3":
@@ -107,13 +112,40 @@ def config_problems(config: Mapping[str, Any]) -> list[Problem]:
         for k in ("rope_type", "rope_theta")
         if rope.get(k) is None
     ]
-    verifier = config["speculators_config"].get("verifier") or {}
+    verifier = config["speculators_config"]["verifier"]
     problems += [
         Problem(f"speculators_config.verifier has no {k}")
         for k in ("name_or_path", "architectures")
         if not verifier.get(k)
     ]
     return problems + _id_problems(config, layer)
+
+
+def _kind_problems(config: Mapping[str, Any], layer: Mapping[str, Any]) -> list[Problem]:
+    """Values of another kind than an engine computes with."""
+    counts = {k: layer[k] for k in _COUNTS} | {"draft_vocab_size": config["draft_vocab_size"]}
+    problems = [
+        Problem(f"{CONFIG_FILE}: {k}", v, "a whole number above 0")
+        for k, v in counts.items()
+        if type(v) is not int or v < 1
+    ]
+    problems += [
+        Problem(f"{CONFIG_FILE}: {k}", config[k], "true or false")
+        for k in _FLAGS
+        if type(config[k]) is not bool
+    ]
+    parts = {
+        "rope_parameters": layer["rope_parameters"],
+        "speculators_config": config["speculators_config"],
+    }
+    problems += [
+        Problem(f"{CONFIG_FILE}: {k}", v, "a JSON object")
+        for k, v in parts.items()
+        if not isinstance(v, Mapping)
+    ]
+    if not problems and not isinstance(verifier := config["speculators_config"].get("verifier"), Mapping):
+        problems.append(Problem(f"{CONFIG_FILE}: speculators_config.verifier", verifier, "a JSON object"))
+    return problems
 
 
 def _id_problems(config: Mapping[str, Any], layer: Mapping[str, Any]) -> list[Problem]:
@@ -125,6 +157,8 @@ def _id_problems(config: Mapping[str, Any], layer: Mapping[str, Any]) -> list[Pr
                 expected="the layers the draft was trained on; without them an engine takes its own defaults",
             )
         ]
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+        return [Problem("eagle_aux_hidden_state_layer_ids", ids, "a list of layer numbers")]
     num_aux = layer.get("num_aux_hidden_states") or 3
     if num_aux != len(ids):
         return [
@@ -194,6 +228,8 @@ def tensor_problems(shape: DraftShape, tensors: Mapping[str, Tensor]) -> list[Pr
         tensor = tensors[name]
         if tuple(tensor.shape) != expected[name]:
             problems.append(Problem(f"{name} has another shape", tuple(tensor.shape), str(expected[name])))
+        elif name not in _MAPS and tensor.dtype not in _PLAIN_DTYPES:
+            problems.append(Problem(f"{name} is {tensor.dtype}", expected="bf16, fp16 or fp32"))
         elif tensor.is_floating_point() and not all_finite(tensor):
             problems.append(Problem(f"{name} is not finite"))
         elif name in _NEVER_ZERO and not any(torch.aminmax(tensor)):

@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -184,6 +185,10 @@ def draft_from_config(config: Mapping[str, Any], *, attention: str) -> Eagle3Dra
     """A draft of the shapes in an exported config.json. Its matrices are NaN, and take no memory, until they are
     assigned."""
     return _construct(_checked_api().Eagle3SpeculatorConfig.from_dict(dict(config)), attention)
+
+
+# What `draft_from_config` raises where a value is of a kind that speculators or transformers does not take.
+UNREADABLE_CONFIG = (ValueError, TypeError, AttributeError, KeyError, StrictDataclassError)
 
 
 class _NothingDrawn(TorchDispatchMode):

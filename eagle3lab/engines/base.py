@@ -170,7 +170,8 @@ def _check_values(name: str, states: Tensor) -> None:
 
 
 def _broken(what: str, value: object, expected: str) -> IntegrityError:
-    return IntegrityError(Problem(what, value, expected, "another backend, e.g. extract.backend=hf"))
+    fix = "another back end (extract.backend=hf), or a checkpoint whose weights are whole (model.path=...)"
+    return IntegrityError(Problem(what, value, expected, fix))
 
 
 def first_line(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 from transformers.utils import logging as transformers_logging
@@ -29,7 +30,7 @@ def load_causal_lm(
 
     Raises:
         UserError: the directory cannot be loaded, or the device has no room for it.
-        IntegrityError: weights are missing or of another shape (transformers would draw them at random).
+        IntegrityError: weights are damaged, missing or of another shape (transformers would draw them at random).
     """
     with _quiet_transformers():
         try:
@@ -38,6 +39,7 @@ def load_causal_lm(
                 local_files_only=True,
                 dtype=dtype,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
                 **(_as_deepseek_v3(path) or {"trust_remote_code": trust_remote_code}),
                 **_without_kernels(path, device),
             )
@@ -49,7 +51,9 @@ def load_causal_lm(
                     fix="install it, or another back end: extract.backend=vllm",
                 )
             ) from error
-        except (OSError, ValueError) as error:
+        except SafetensorError as error:
+            raise IntegrityError(Problem(f"{path} holds a damaged safetensors file", str(error))) from error
+        except (OSError, ValueError, KeyError) as error:  # a KeyError: an activation it does not know
             raise UserError(
                 Problem(
                     f"the verifier could not be loaded by transformers ({first_line(error)})",
@@ -58,7 +62,7 @@ def load_causal_lm(
                     "model.path=DIRECTORY (model.trust_remote_code=true where the model brings its own code)",
                 )
             ) from error
-    wrong = sorted(str(key) for key in (*loaded["missing_keys"], *loaded["mismatched_keys"]))
+    wrong = sorted({*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])})
     if wrong:
         raise IntegrityError(
             Problem(

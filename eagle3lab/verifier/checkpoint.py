@@ -142,6 +142,16 @@ def _files_without_index(path: Path) -> list[Path]:
                 "save them with save_pretrained(..., safe_serialization=True), then model.path=...",
             )
         )
+    absent = [f.name for f in files if not f.is_file()]
+    if absent:
+        raise UserError(
+            Problem(
+                f"{len(absent)} of the weight files in {path} are links to nothing, or no files",
+                ", ".join(absent[:3]),
+                "the complete checkpoint",
+                "download the missing files, or point model.path at a complete copy",
+            )
+        )
     numbered = [m for f in files if (m := _SHARD_NUMBER.search(f.name))]
     totals = {int(m[2]) for m in numbered}
     if len(totals) == 1 and len(numbered) != (total := totals.pop()):

@@ -156,6 +156,9 @@ def read_facts(path: Path) -> VerifierFacts:
 
     model_type = str(text.get("model_type") or config.get("model_type") or "")
     architectures = text.get("architectures") or config.get("architectures") or [""]
+    if not isinstance(architectures, list):
+        keys.problems.append(Problem(f"{keys.where}: architectures", architectures, "a list of class names"))
+        architectures = [""]
     tied = _first(config.get("tie_word_embeddings"), text.get("tie_word_embeddings"))
     ids = [generation, config, text]
     facts = VerifierFacts(
@@ -171,7 +174,7 @@ def read_facts(path: Path) -> VerifierFacts:
         vocab_size=keys.integer("vocab_size"),
         max_positions=keys.integer("max_position_embeddings"),
         rms_norm_eps=keys.real("rms_norm_eps", missing="a verifier with RMSNorm; others are not supported"),
-        rope_parameters=normalised_rope(text),
+        rope_parameters=_rope(text, keys),
         tie_word_embeddings=model_type in _TIED_BY_DEFAULT if tied is None else bool(tied),
         norm_offset=1.0 if model_type in PLUS_ONE_NORM_TYPES else 0.0,
         bos_token_id=_first(*(part.get("bos_token_id") for part in ids)),
@@ -213,6 +216,17 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(config.get(name), dict):
             return config[name]
     return config
+
+
+def _rope(text: Mapping[str, Any], keys: _Keys) -> dict[str, Any]:
+    try:
+        return normalised_rope(text)
+    except (TypeError, ValueError) as error:
+        said = {k: text[k] for k in ("rope_parameters", "rope_scaling", "rope_theta") if k in text}
+        keys.problems.append(
+            Problem(f"{keys.where}: its rotary embedding ({error})", said, "as transformers writes it")
+        )
+        return {}
 
 
 def _active_expert_width(text: Mapping[str, Any]) -> int | None:

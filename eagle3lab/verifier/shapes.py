@@ -10,7 +10,7 @@ from eagle3lab.config.schema import DraftConfig, ModelConfig, Shapes
 
 from .checkpoint import tensor_index
 from .facts import read_facts
-from .layer_ids import check_aux_layer_ids, default_aux_layer_ids
+from .layer_ids import OVERRIDE, check_aux_layer_ids, default_aux_layer_ids
 from .locate import locate_verifier
 
 
@@ -28,8 +28,12 @@ def shapes_of(model: ModelConfig) -> Shapes:
     )
 
 
-def layer_ids_of(ids: list[int] | None, shapes: Shapes) -> tuple[int, ...]:
-    return check_aux_layer_ids(ids, shapes.num_layers) if ids else default_aux_layer_ids(shapes.num_layers)
+def layer_ids_of(own: list[int] | None, own_key: str, model: ModelConfig, shapes: Shapes) -> tuple[int, ...]:
+    """The ids set as `own_key`, else the model's, else the default ones; an error names the key they came from."""
+    ids, override = (own, own_key) if own else (model.aux_layer_ids, OVERRIDE)
+    if not ids:
+        return default_aux_layer_ids(shapes.num_layers)
+    return check_aux_layer_ids(ids, shapes.num_layers, override=override)
 
 
 def draft_layer_ids(draft: DraftConfig, model: ModelConfig, shapes: Shapes) -> tuple[int, ...]:
@@ -38,7 +42,7 @@ def draft_layer_ids(draft: DraftConfig, model: ModelConfig, shapes: Shapes) -> t
     Those it asks for are spread evenly, the model's first and last included; a single one is the last, which is
     nearest to the verifier's output. Raises `UserError` when the model has fewer.
     """
-    ids = layer_ids_of(draft.aux_layer_ids or model.aux_layer_ids, shapes)
+    ids = layer_ids_of(draft.aux_layer_ids, "draft.aux_layer_ids", model, shapes)
     count = draft.num_aux_layers
     if count is None or count == len(ids):
         return ids

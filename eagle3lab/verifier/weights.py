@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn.functional import linear
 
-from eagle3lab.config.errors import Problem, UserError, raise_all
+from eagle3lab.config.errors import IntegrityError, Problem, UserError, raise_all
 from eagle3lab.verifier.checkpoint import TensorEntry, tensor_index
 from eagle3lab.verifier.facts import VerifierFacts
 
@@ -56,7 +56,8 @@ def load_edge_weights(
     """Read `parts` of the checkpoint in `facts.path`, on the CPU, as `dtype`; other tensors stay on disk.
 
     The norm's offset (gemma's 1 + w) is added in fp32 before the cast. Raises `UserError` where a part is
-    missing, quantised, held under two names or of another shape than config.json says.
+    missing, quantised, held under two names or of another shape than config.json says, `IntegrityError` where a
+    file is damaged.
     """
     unknown = set(parts) - set(PARTS)
     if unknown:
@@ -171,5 +172,8 @@ def _quantised(part: str, value: str) -> Problem:
 
 
 def _read(entry: TensorEntry) -> Tensor:
-    with safe_open(entry.file, framework="pt", device="cpu") as file:
-        return file.get_tensor(entry.name)
+    try:
+        with safe_open(entry.file, framework="pt", device="cpu") as file:
+            return file.get_tensor(entry.name)
+    except SafetensorError as error:  # a header that can be read and describes other bytes
+        raise IntegrityError(Problem(f"{entry.file} is damaged", str(error))) from error

@@ -19,6 +19,7 @@ from eagle3lab.data import (
     standardize_data_v1,
 )
 from eagle3lab.data.legacy import load_sample_file
+from eagle3lab.data.sample_files import SampleFiles
 
 
 def test_only_exact_data_files_are_listed_in_numeric_order(tmp_path: Path) -> None:
@@ -169,6 +170,30 @@ def test_a_missing_loss_mask_is_never_invented(tmp_path: Path, make: SimpleNames
     save_file({"hidden_states": sample.states, "token_ids": sample.ids}, tmp_path / "hs_0.safetensors")
     with pytest.raises(UserError, match="no loss mask"):
         Eagle3SampleFileDataset(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"loss_mask": torch.full((6,), 0.5)}, "loss mask; expected a tensor of 0 and 1"),
+        ({"loss_mask": torch.full((6,), 256)}, "loss mask; expected a tensor of 0 and 1"),
+        ({"loss_mask": [1] * 6}, "loss mask; expected a tensor of 0 and 1"),
+        ({"input_ids": torch.arange(6) + 0.5}, "token ids: 'torch.float32'; expected whole numbers"),
+        ({"hidden_states": []}, "is not of the form"),
+    ],
+)
+def test_masks_and_ids_are_never_cut_to_whole_numbers(
+    tmp_path: Path, changed: dict[str, object], message: str
+) -> None:
+    whole = {
+        "input_ids": torch.arange(6),
+        "loss_mask": torch.ones(6),
+        "hidden_states": [torch.randn(6, 4) for _ in range(4)],
+    }
+    torch.save(whole, tmp_path / "data_0.pt")
+    torch.save({**whole, **changed}, tmp_path / "data_1.pt")
+    with pytest.raises(IntegrityError, match=rf"data_1\.pt.*{message}"):
+        [(f.read_tokens(1), f.read(1)) for f in [SampleFiles(tmp_path, standardize_data_v1)]]
 
 
 def test_a_mask_inside_the_safetensors_file_is_used(tmp_path: Path, make: SimpleNamespace) -> None:

@@ -172,6 +172,56 @@ def test_a_directory_without_a_draft_is_the_users_mistake(
         load_draft(tmp_path, facts, edge)
 
 
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        ((), [1]),
+        (("speculators_config",), "x"),
+        (("speculators_config", "verifier"), "x"),
+        (("eagle_aux_hidden_state_layer_ids",), 2),
+        (("norm_output",), "no"),
+        (("architectures",), None),
+        (("draft_vocab_size",), 1.5),
+        (("transformer_layer_config", "rope_parameters"), "llama3"),
+        (("transformer_layer_config", "num_hidden_layers"), "1"),
+        (("transformer_layer_config", "rms_norm_eps"), "1e-6"),
+        (("transformer_layer_config", "mlp_bias"), True),
+    ],
+)
+def test_a_config_edited_to_another_kind_of_value_is_named(
+    where: tuple[str, ...],
+    value: object,
+    make_draft: Callable[..., Any],
+    facts: VerifierFacts,
+    edge: EdgeWeights,
+    tmp_path: Path,
+) -> None:
+    export_draft(make_draft(), tmp_path, {})
+    file = tmp_path / "config.json"
+    config = {"": json.loads(file.read_text())}
+    part: dict[str, Any] = config
+    *above, last = ("", *where)
+    for key in above:
+        part = part[key]
+    part[last] = value
+    file.write_text(json.dumps(config[""]))
+    with pytest.raises(
+        IntegrityError, match="mlp.gate_proj.bias" if last == "mlp_bias" else last or "holds a list"
+    ):
+        load_draft(tmp_path, facts, edge)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32, torch.complex64])
+def test_weights_in_a_form_that_is_not_read_are_named(
+    dtype: torch.dtype, make_draft: Callable[..., Any], tmp_path: Path
+) -> None:
+    export_draft(make_draft(), tmp_path, {})
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "fc.weight": tensors["fc.weight"].to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(IntegrityError, match=rf"fc\.weight is {dtype}; expected bf16"):
+        read_export(tmp_path)
+
+
 def test_a_truncated_file_is_reported_as_damaged(
     make_draft: Callable[..., Any], facts: VerifierFacts, edge: EdgeWeights, tmp_path: Path
 ) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -119,6 +121,33 @@ def test_a_checkpoint_without_all_weights_is_refused(make_model, tmp_path):
     weights.pop("model.layers.2.mlp.up_proj.weight")
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(IntegrityError, match=r"lacks 1 weights.*up_proj"):
+        HuggingFaceEngine(path, read_facts(path))
+
+
+def test_weights_of_another_shape_or_with_a_damaged_header_are_refused(make_model, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    path = make_model("llama", seed=5)
+    facts, file = read_facts(path), path / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.2.mlp.up_proj.weight"
+    weights[name] = torch.cat([weights[name], weights[name][:1]])
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(IntegrityError, match=rf"another shape: \['{name}'\]"):
+        HuggingFaceEngine(path, facts)
+    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F64"', 1))
+    with pytest.raises(IntegrityError, match=r"holds a damaged safetensors file"):
+        HuggingFaceEngine(path, facts)
+
+
+@pytest.mark.parametrize(
+    "unknown", [{"hidden_act": "no_such"}, {"rope_parameters": {"rope_type": "no_such", "rope_theta": 1e4}}]
+)
+def test_what_transformers_does_not_know_is_a_user_error(make_model, unknown):
+    path = make_model("llama", seed=6)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **unknown}))
+    with pytest.raises(UserError, match=r"could not be loaded by transformers \('no_such'\)"):
         HuggingFaceEngine(path, read_facts(path))
 
 

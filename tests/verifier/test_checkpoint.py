@@ -94,6 +94,14 @@ def test_cut_file_is_an_integrity_error(cut: int, tmp_path: Path) -> None:
         tensor_index(tmp_path)
 
 
+@pytest.mark.parametrize("file", [SINGLE, "model-00002-of-00002.safetensors"])
+def test_a_link_to_nothing_is_a_missing_file(file: str, tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(4)}, tmp_path / "model-00001-of-00002.safetensors")
+    (tmp_path / file).symlink_to(tmp_path / "blobs" / "gone")
+    with pytest.raises(UserError, match=rf"links to nothing.*{file}.*\n.*download the missing files"):
+        tensor_index(tmp_path)
+
+
 def test_lfs_pointer_is_recognised(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     with pytest.raises(IntegrityError, match="git lfs pull"):

@@ -212,6 +212,25 @@ def test_every_missing_key_is_named_at_once(facts_of: Callable[..., VerifierFact
 
 
 @pytest.mark.parametrize(
+    "wrong",
+    [
+        {"architectures": "LlamaForCausalLM"},
+        {"architectures": True},
+        {"rope_parameters": "llama3"},
+        {"rope_scaling": [8.0]},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": "10k"}},
+    ],
+)
+def test_values_of_another_kind_are_named(
+    wrong: dict[str, Any], facts_of: Callable[..., VerifierFacts]
+) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(UserError, match=name) as error:
+        facts_of({**LLAMA31, **wrong})
+    assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize(
     "transform", [{"final_logit_softcapping": 30.0}, {"logits_scaling": 8.0}, {"logit_scale": 0.0625}]
 )
 def test_logit_transforms_are_refused(

@@ -5,7 +5,7 @@ import pytest
 from eagle3lab.config.errors import UserError
 from eagle3lab.config.schema import DraftConfig, ModelConfig, Shapes
 from eagle3lab.verifier.layer_ids import check_aux_layer_ids, default_aux_layer_ids
-from eagle3lab.verifier.shapes import draft_layer_ids
+from eagle3lab.verifier.shapes import draft_layer_ids, layer_ids_of
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,17 @@ def test_fewer_of_the_models_layers_are_spread_over_them(count: int | None, ids:
     model = ModelConfig(name="m", aux_layer_ids=[2, 9, 17, 25, 33])
     shapes = Shapes(8, 8, 36, 2, 1, 4, 10, 100)
     assert draft_layer_ids(DraftConfig(name="d", num_aux_layers=count), model, shapes) == ids
+
+
+def test_a_mistake_is_mended_where_it_was_made() -> None:
+    shapes = Shapes(8, 8, 8, 2, 1, 4, 10, 100)
+    model = ModelConfig(name="m", aux_layer_ids=[2, 8])
+    with pytest.raises(UserError, match=r"\n.*extract\.layer_ids=\[2, 4, 5\]"):
+        layer_ids_of([3, 8], "extract.layer_ids", model, shapes)
+    with pytest.raises(UserError, match=r"\n.*draft\.aux_layer_ids="):
+        draft_layer_ids(DraftConfig(name="d", aux_layer_ids=[3, 8]), model, shapes)
+    with pytest.raises(UserError, match=r"\n.*model\.aux_layer_ids="):
+        layer_ids_of(None, "extract.layer_ids", model, shapes)
 
 
 def test_own_ids_come_before_the_models_and_more_layers_than_there_are_is_refused() -> None:

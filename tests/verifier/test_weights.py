@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3lab.config.errors import UserError
+from eagle3lab.config.errors import IntegrityError, UserError
 from eagle3lab.verifier import weights
 from eagle3lab.verifier.facts import PLUS_ONE_NORM_TYPES, read_facts
 from eagle3lab.verifier.weights import final_norm, load_edge_weights, verifier_logits
@@ -155,6 +155,16 @@ def test_wrong_shapes_come_together(make_checkpoint: Make, edge_tensors: Tensors
     with pytest.raises(UserError) as error:
         load_edge_weights(read_facts(directory))
     assert len(error.value.problems) == 3
+
+
+def test_a_header_that_describes_other_bytes_is_an_integrity_error(
+    make_checkpoint: Make, edge_tensors: Tensors
+) -> None:
+    directory = make_checkpoint({SINGLE: edge_tensors})
+    file = directory / SINGLE
+    file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F16"'))
+    with pytest.raises(IntegrityError, match=r"model\.safetensors is damaged"):
+        load_edge_weights(read_facts(directory))
 
 
 def test_unknown_part_is_a_programming_error(make_checkpoint: Make, edge_tensors: Tensors) -> None:
