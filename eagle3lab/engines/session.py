@@ -33,10 +33,7 @@ class VerifierSession:
         self._model = model
         self._layers = layers
         self._layer_ids = tuple(layer_ids)
-        self._cache = DynamicCache(config=model.config)
-        for layer in self._cache.layers:
-            if hasattr(layer, "activate_past_recording"):  # sliding windows forget unless told otherwise
-                layer.activate_past_recording()
+        self._cache = DynamicCache()
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.length = 0
 
@@ -67,7 +64,7 @@ class VerifierSession:
         if not 0 <= length <= self.length:
             raise ValueError(f"crop to {length} of {self.length} tokens")
         if length == 0:
-            self._cache.reset()
+            self._cache = DynamicCache()
         else:
             self._cache.crop(length - self.length)
         self.length = length
