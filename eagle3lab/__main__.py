@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from eagle3lab.config.errors import EXIT_USER_ERROR, UserError
+from eagle3lab.config.places import usable_places
 
 EXIT_BROKEN_PIPE = 141  # as a shell tells of SIGPIPE
 
@@ -33,12 +34,15 @@ def main(argv: Sequence[str]) -> int:
         epilog=f"commands:\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=sorted(COMMANDS))
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    parser.add_argument("command", metavar="COMMAND", choices=sorted(COMMANDS), help="one of those below")
+    parser.add_argument(
+        "arguments", metavar="...", nargs=argparse.REMAINDER, help="its own words: COMMAND --help lists them"
+    )
     chosen = parser.parse_args(list(argv))
     module, function, _ = COMMANDS[chosen.command]
     try:
-        code = int(getattr(importlib.import_module(module), function)(chosen.arguments) or 0)
+        with usable_places():
+            code = int(getattr(importlib.import_module(module), function)(chosen.arguments) or 0)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever reads has seen enough, as `| head` has

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from eagle3lab.draft.speculators_model import Eagle3DraftModel
     from eagle3lab.evaluate.meter import DraftMeter
     from eagle3lab.store.reader import StoreReader
-    from eagle3lab.training.datamodule import Eagle3DataModule
+    from eagle3lab.training.summary import TrainingSummary
     from eagle3lab.verifier.facts import VerifierFacts
 
 
@@ -54,7 +54,7 @@ def run_extract(cfg: ExtractRoot, invocation: Invocation) -> None:
     model, data = absolute_model(cfg.model, invocation), absolute_data(cfg.data, invocation)
     store = invocation.path(cfg.store) if cfg.store else default_store(model, data, invocation)
     shapes = shapes_of(model)
-    layer_ids = layer_ids_of(cfg.extract.layer_ids, "extract.layer_ids", cfg.model, shapes)
+    layer_ids = layer_ids_of(cfg.extract.layer_ids, "extract.layer_ids", cfg.model, shapes.num_layers)
     plan_for = partial(
         plan_extraction,
         shapes,
@@ -123,20 +123,15 @@ def _train(
     """The planned run. What only it needs is imported here: a plan and a refusal do not wait for it."""
     from eagle3lab.draft.speculators_model import build_draft
     from eagle3lab.draft.vocabulary import DraftVocabulary
-    from eagle3lab.experiments.lifecycle import about, begin_run, finish_run, shared_facts, tracked
-    from eagle3lab.extract.on_demand import open_store
-    from eagle3lab.extract.pipeline import verifier_identity
+    from eagle3lab.experiments.lifecycle import about, begun_run, shared_facts, tracked
     from eagle3lab.extract.self_test import self_test_line
-    from eagle3lab.store.manifest import check_identity, check_template_args
-    from eagle3lab.training.build import build_module
-    from eagle3lab.training.checkpoint_state import load_weights
+    from eagle3lab.training.build import build_data, build_module
     from eagle3lab.training.clock import process_seconds
     from eagle3lab.training.peers import agree
     from eagle3lab.training.replicas import meet_others, micro_batches_per_update, num_replicas
     from eagle3lab.training.report import closing_lines, start_lines
     from eagle3lab.training.tracker_log import TrackerLog
     from eagle3lab.training.trainer import fit
-    from eagle3lab.training.weight_average import weights_label
     from eagle3lab.verifier.facts import read_facts
     from eagle3lab.verifier.locate import locate_verifier
     from eagle3lab.verifier.weights import load_edge_weights
@@ -145,99 +140,100 @@ def _train(
     replicas = num_replicas(hardware)
     meet_others()  # from here on they end together
     micro_batches = micro_batches_per_update(cfg.train, replicas)
-    verifier = locate_verifier(cfg.model, quiet=not is_rank_zero())
-    facts = read_facts(verifier)
-    store = open_store(cfg, invocation)
-    check_identity(store.manifest, verifier_identity(facts, cfg.model.name), aux_layer_ids)
-    check_template_args(store.manifest, cfg.model.template_args)
-    data = _data_module(cfg, store, aux_layer_ids)
+    facts = read_facts(locate_verifier(cfg.model, quiet=not is_rank_zero()))
+    store = _matching_store(cfg, invocation, facts, aux_layer_ids)
+    data = build_data(store, aux_layer_ids, hardware, cfg.train, cfg.draft, cfg.loss, cfg.noise)
     updates = data.plan(cfg.train, num_replicas=replicas, micro_batches=micro_batches)
     counts = data.token_counts()
     vocabulary = DraftVocabulary.from_counts(counts, plan.size.vocab_size, always_keep=facts.eos_token_ids)
 
     run_dir = Path(str(cfg.run_dir))
     agree(shared_facts(cfg, invocation, store.manifest))
-    provenance = begin_run(cfg, invocation, run_dir, store.manifest) if is_rank_zero() else {}
-    say = print if is_rank_zero() else (lambda *_: None)
-    say(start_lines(cfg, plan, updates, run_dir, vocabulary.coverage(counts), data))
-    if is_rank_zero() and not (cfg.resume and cfg.train.self_test):
-        device, trusted = hardware.accelerator.value, cfg.model.trust_remote_code
-        num_rows = cfg.train.self_test_rows if cfg.train.self_test else 0
-        say(self_test_line(store, facts, num_rows=num_rows, device=device, trust_remote_code=trusted))
+    with begun_run(cfg, invocation, run_dir, store.manifest) as provenance:
+        say = print if is_rank_zero() else (lambda *_: None)
+        say(start_lines(cfg, plan, updates, run_dir, vocabulary.coverage(counts), data))
+        if is_rank_zero() and not (cfg.resume and cfg.train.self_test):
+            device, trusted = hardware.accelerator.value, cfg.model.trust_remote_code
+            num_rows = cfg.train.self_test_rows if cfg.train.self_test else 0
+            say(self_test_line(store, facts, num_rows=num_rows, device=device, trust_remote_code=trusted))
 
-    edge = load_edge_weights(facts)
-    new_draft = partial(build_draft, cfg.draft, facts, edge, vocabulary, aux_layer_ids, seed=cfg.train.seed)
-    draft = new_draft(attention=hardware.attention.value)
-    meter = _acceptance_meter(cfg, facts, store, new_draft)
-    if meter:
-        say(meter.description)
-    module = build_module(
-        draft,
-        updates,
-        data,
-        hardware=hardware,
-        ttt_steps=cfg.draft.ttt_steps,
-        loss=cfg.loss,
-        optim=cfg.optim,
-        noise=cfg.noise,
-        seed=cfg.train.seed,
-        vocabulary=vocabulary,
-        edge=edge,
-        rms_norm_eps=facts.rms_norm_eps,
-        step=cfg.draft.step,
-    )
-    with tracked(cfg, invocation, run_dir, provenance) as (tracker, results):
-        summary = fit(
-            module,
+        edge = load_edge_weights(facts)
+        new_draft = partial(
+            build_draft, cfg.draft, facts, edge, vocabulary, aux_layer_ids, seed=cfg.train.seed
+        )
+        draft = new_draft(attention=hardware.attention.value)
+        meter = _acceptance_meter(cfg, facts, store, new_draft)
+        if meter:
+            say(meter.description)
+        module = build_module(
+            draft,
+            updates,
             data,
             hardware=hardware,
-            train=cfg.train,
-            run_dir=run_dir,
-            loggers=[TrackerLog(tracker)] if tracker else [],
-            resume=cfg.resume,
-            resume_command=invocation.resume_command(run_dir),
-            about=about(cfg, provenance, tracker),
-            needed_flops=flops_counter(cfg.draft, shapes, len(aux_layer_ids)),
-            seconds_before=invocation.seconds_before(process_seconds()),
-            measure_acceptance=meter.measure if meter else None,
+            ttt_steps=cfg.draft.ttt_steps,
+            loss=cfg.loss,
+            optim=cfg.optim,
+            noise=cfg.noise,
+            seed=cfg.train.seed,
+            vocabulary=vocabulary,
+            edge=edge,
+            rms_norm_eps=facts.rms_norm_eps,
+            step=cfg.draft.step,
         )
-        if not is_rank_zero():
-            return None
-        results.update(summary.for_tracker())
-        exported_update = load_weights(draft, Path(summary.best_checkpoint or summary.last_checkpoint))
-        exported = {"exported_update": exported_update, "exported_weights": weights_label(cfg.optim)}
-        finish_run(cfg, draft, run_dir, summary.to_json() | exported, provenance)
-        print(
-            closing_lines(
-                cfg,
-                summary,
-                run_dir,
-                exported_update,
-                invocation.groups().get("model", "local"),
-                facts.architecture,
+        with tracked(cfg, invocation, run_dir, provenance) as (tracker, results):
+            summary = fit(
+                module,
+                data,
+                hardware=hardware,
+                train=cfg.train,
+                run_dir=run_dir,
+                loggers=[TrackerLog(tracker)] if tracker else [],
+                resume=cfg.resume,
+                resume_command=invocation.resume_command(run_dir),
+                about=about(cfg, provenance, tracker),
+                needed_flops=flops_counter(cfg.draft, shapes, len(aux_layer_ids)),
+                seconds_before=invocation.seconds_before(process_seconds()),
+                measure_acceptance=meter.measure if meter else None,
             )
-        )
-    return results.get("val/simulated_acceptance_length")
+            if not is_rank_zero():
+                return None
+            results.update(summary.for_tracker())
+            exported_update = _export(cfg, draft, run_dir, summary, provenance)
+            choice = invocation.groups().get("model", "local")
+            print(closing_lines(cfg, summary, run_dir, exported_update, choice, facts.architecture))
+        return results.get("val/simulated_acceptance_length")
 
 
-def _data_module(cfg: TrainRoot, store: StoreReader, aux_layer_ids: tuple[int, ...]) -> Eagle3DataModule:
-    """The store's rows in packs."""
-    from eagle3lab.training.build import pack_preparer
-    from eagle3lab.training.datamodule import Eagle3DataModule
-    from eagle3lab.training.work import work_counter
+def _matching_store(
+    cfg: TrainRoot, invocation: Invocation, facts: VerifierFacts, aux_layer_ids: tuple[int, ...]
+) -> StoreReader:
+    """The run's store, held against the verifier, the draft's layers and the template's arguments."""
+    from eagle3lab.extract.on_demand import open_store
+    from eagle3lab.extract.pipeline import verifier_identity
+    from eagle3lab.store.manifest import check_identity, check_template_args
 
-    return Eagle3DataModule(
-        store,
-        seq_len=cfg.train.seq_len,
-        seed=cfg.train.seed,
-        aux_layer_ids=aux_layer_ids,
-        num_threads=cfg.hardware.num_loader_threads,
-        supervision=cfg.loss.supervision,
-        data_share=cfg.train.data_share,
-        noise=cfg.noise,
-        prepare=pack_preparer(cfg.draft, cfg.hardware),
-        count_work=work_counter(cfg.draft),
-    )
+    store = open_store(cfg, invocation)
+    check_identity(store.manifest, verifier_identity(facts, cfg.model.name), aux_layer_ids)
+    check_template_args(store.manifest, cfg.model.template_args)
+    return store
+
+
+def _export(
+    cfg: TrainRoot,
+    draft: Eagle3DraftModel,
+    run_dir: Path,
+    summary: TrainingSummary,
+    provenance: dict[str, Any],
+) -> int:
+    """Put the best checkpoint's weights, else the last's, into `draft` and export it; returns their update."""
+    from eagle3lab.experiments.lifecycle import finish_run
+    from eagle3lab.training.checkpoint_state import load_weights
+    from eagle3lab.training.weight_average import weights_label
+
+    update = load_weights(draft, Path(summary.best_checkpoint or summary.last_checkpoint))
+    exported = {"exported_update": update, "exported_weights": weights_label(cfg.optim)}
+    finish_run(cfg, draft, run_dir, summary.to_json() | exported, provenance)
+    return update
 
 
 def _acceptance_meter(

@@ -19,9 +19,12 @@ from eagle3lab.config.errors import PeerLost, StoppedBySignal, UserError, raise_
 from eagle3lab.config.foreign_code import foreign_code
 from eagle3lab.config.help import help_text
 from eagle3lab.config.invocation import Invocation, named
+from eagle3lab.config.launcher import launcher_problems
 from eagle3lab.config.overruled import overruled
+from eagle3lab.config.places import usable_places
 from eagle3lab.config.schema import TrainRoot
 from eagle3lab.config.stamp import is_rank_zero, is_requeued, local_rank
+from eagle3lab.config.words import command_line, overrides_of
 from eagle3lab.experiments import sweep_start
 from eagle3lab.experiments.sweep_start import SweepRefused
 
@@ -41,7 +44,7 @@ def run_command(entry: str, run: Callable[[Any, Invocation], float | None]) -> N
     if not show_traceback:  # makes Hydra raise instead of exiting with 1, so that the message is made here
         os.environ["HYDRA_FULL_ERROR"] = os.environ[_QUIET] = "1"
     compose.register()
-    sys.argv[1:] = compose.command_line(entry, sys.argv[1:])
+    sys.argv[1:] = command_line(entry, sys.argv[1:])
     if {"--help", "-h"} & set(sys.argv[1:]):
         try:
             print(help_text(entry, sys.argv[1:], CHECKS[entry]))
@@ -56,12 +59,13 @@ def run_command(entry: str, run: Callable[[Any, Invocation], float | None]) -> N
         def run_together(cfg: Any, invocation: Invocation) -> float | None:
             from eagle3lab.training.peers import together
 
-            with together():
+            with together(), usable_places():
                 return run(cfg, invocation)
 
         def configured() -> Any:
             typed, problems = compose.to_typed(cfg, compose.ROOTS[entry])
             problems += overruled(cfg, invocation.overrides, compose.config_directory())
+            problems += launcher_problems()
             raise_all([*problems, *(CHECKS[entry](typed) if typed is not None else [])])
             if is_rank_zero() and (said := foreign_code(typed.model)):
                 print(said)
@@ -72,7 +76,8 @@ def run_command(entry: str, run: Callable[[Any, Invocation], float | None]) -> N
 
             return run_trial(configured, run_together, invocation, _has_checkpoint)
         try:
-            return run_together(_taken_up(configured(), invocation), invocation)
+            with usable_places():
+                return run_together(_taken_up(configured(), invocation), invocation)
         except UserError as error:
             if show_traceback:
                 raise
@@ -82,7 +87,8 @@ def run_command(entry: str, run: Callable[[Any, Invocation], float | None]) -> N
         task
     )
     try:
-        decorated()
+        with usable_places():
+            decorated()
     except SweepRefused as refused:
         if show_traceback:
             raise refused.error from refused
@@ -94,8 +100,7 @@ def run_command(entry: str, run: Callable[[Any, Invocation], float | None]) -> N
     except Exception as error:
         if show_traceback or not compose.is_composition_error(error):
             raise
-        overrides = [a for a in sys.argv[1:] if "=" in a and not a.startswith("-")]
-        exit_with(compose.explain(error, entry, overrides, CHECKS[entry]))
+        exit_with(compose.explain(error, entry, overrides_of(sys.argv[1:]), CHECKS[entry]))
     finally:
         code = _end_of_sweep()
     if code:

@@ -10,7 +10,7 @@ python=${PYTHON:-python3}
 torch=${TORCH:-torch==2.13.0}
 start=$(date +%s)
 
-"$python" - <<'P' || { echo "error: PYTHON=$python is too old; expected Python 3.11 or newer (PYTHON=python3.11 make ...)" >&2; exit 2; }
+"$python" - <<'P' || { echo "error: PYTHON=$python is not Python 3.11, 3.12 or 3.13; pick one of them (PYTHON=python3.11 make ...)" >&2; exit 2; }
 import sys
 sys.exit(not ((3, 11) <= sys.version_info[:2] < (3, 14)))
 P

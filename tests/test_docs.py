@@ -15,6 +15,7 @@ from eagle3lab import cli
 from eagle3lab.commands import compare, store
 from eagle3lab.config import compose
 from eagle3lab.config.check import CHECKS
+from eagle3lab.config.words import command_line
 
 from .config.option_files import _choices, typed
 
@@ -76,7 +77,7 @@ def test_a_command_of_a_page_runs_as_far_as_a_cpu_goes(
         assert [line for line in QUOTED.get(command, "").splitlines() if line not in printed] == []
     elif entry in compose.ROOTS:
         first = [_choices(word)[0] for word in words if word != "-m"]  # of a sweep, its first job
-        typed(entry, compose.command_line(entry, first))
+        typed(entry, command_line(entry, first))
     elif entry == "doctor":
         compose.compose_alone("train", [w for w in words if not w.startswith("--")], CHECKS["train"])
     elif entry in ("store", "compare"):

@@ -11,6 +11,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 
 from eagle3lab.config import compose
+from eagle3lab.config.words import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -41,7 +42,7 @@ def test_a_command_of_the_readme_composes(command: str) -> None:
             overrides.append(word)
     compose.register()
     swept = [o for o in overrides if compose._is_sweep(o)]
-    plain = compose.command_line(entry, [o for o in overrides if o not in swept])
+    plain = command_line(entry, [o for o in overrides if o not in swept])
     plain += [f"{o.partition('=')[0]}={value}" for o in swept for value in o.partition("=")[2].split(",")[:1]]
     path = f"hydra.searchpath=[file://{compose.config_directory()}]"
     with initialize_config_dir(str(directory), version_base="1.3"):

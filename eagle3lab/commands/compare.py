@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,12 +55,14 @@ def main(argv: Sequence[str]) -> int:
     only = Only(arguments.prompts, arguments.k, arguments.temperature, arguments.backend)
     aligned = align(given, only, common_prompts=arguments.common_prompts)
     configs = _configs(aligned[0])
-    variants, groups = _variants(list(names), configs, arguments)
+    groups = _groups(list(names), configs, arguments)
+    differing = _differing([configs[group[0]] for group in groups])
+    variants = _variants(list(names), configs, groups, differing)
     sections = compare_settings(aligned, groups, seed=SEED, resamples=RESAMPLES)
     comparison = Comparison(
         variants=tuple(variants),
         sections=tuple(sections),
-        differing=_differing([configs[group[0]] for group in groups]),
+        differing=differing,
         notes=(*notes(aligned, list(names)), *_unknown(variants, groups, configs)),
         method=tuple(method(variants, sections, SEED, RESAMPLES)),
     )
@@ -180,6 +182,9 @@ def _runs_named(place: Path) -> list[str]:
 def _names(drafts: Sequence[str]) -> dict[str, Path]:
     """What the user named -> where it is; a thing named twice is a mistake."""
     if len(drafts) < 2:
+        from eagle3lab.evaluate.evaluation_file import find_evaluations
+
+        find_evaluations(Path(drafts[0]))  # what is not there at all is said first
         raise UserError(Problem("nothing to compare with", drafts[0], "two or more", "compare A B"))
     places: dict[Path, str] = {}
     for name in drafts:
@@ -203,10 +208,10 @@ def _configs(aligned: Aligned) -> list[RunConfig | None]:
     return configs
 
 
-def _variants(
+def _groups(
     names: Sequence[str], configs: Sequence[RunConfig | None], arguments: argparse.Namespace
-) -> tuple[list[Variant], list[tuple[int, ...]]]:
-    from eagle3lab.evaluate.comparison import Variant, label
+) -> list[tuple[int, ...]]:
+    """The runs of every variant, as positions in `names`; two at least."""
     from eagle3lab.experiments.run_config import group_by_configuration, repeated_seeds
 
     alone: list[tuple[int, ...]] = [(i,) for i in range(len(names))]
@@ -227,6 +232,18 @@ def _variants(
                 "--no-group to hold one seed against another",
             )
         )
+    return groups
+
+
+def _variants(
+    names: Sequence[str],
+    configs: Sequence[RunConfig | None],
+    groups: Sequence[Sequence[int]],
+    differing: Mapping[str, Sequence[Any]],
+) -> list[Variant]:
+    """Each with the seeds that tell its runs apart and, where they are few, the keys that tell it from the others."""
+    from eagle3lab.evaluate.comparison import Variant, label
+
     variants = []
     for i, group in enumerate(groups):
         known = [config for j in group if (config := configs[j])]
@@ -237,13 +254,12 @@ def _variants(
             ", ".join(f"{key}={c.seeds.get(key)}" for key in changing or ["train.seed"]) for c in known
         )
         variants.append(Variant(label(i), tuple(names[j] for j in group), seeds))
-    differing = _differing([configs[group[0]] for group in groups])
     if not 0 < len(differing) <= MOST_CHOICES:
-        return variants, groups
+        return variants
     return [
         replace(v, choices=" ".join(f"{key}={as_typed(values[i])}" for key, values in differing.items()))
         for i, v in enumerate(variants)
-    ], groups
+    ]
 
 
 def _differing(configs: Sequence[RunConfig | None]) -> dict[str, list[Any]]:

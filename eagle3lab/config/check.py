@@ -14,6 +14,7 @@ from .check_optim import check_optim
 from .check_sampling import check_sampling
 from .errors import Problem
 from .noise import check_noise
+from .plan_sizes import llama_heads
 from .schema import (
     Accelerator,
     Attention,
@@ -69,11 +70,12 @@ def check_evaluate(cfg: EvaluateRoot) -> list[Problem]:
     problems = [
         *_model(cfg.model),
         *_hardware(cfg.hardware),
+        *_label("prompts.name", cfg.prompts.name),
         *_positive("prompts.max_prompts", cfg.prompts.max_prompts),
         *check_decode(cfg.decode),
         *(_engine(cfg.hardware) if cfg.decode.backend is not Backend.hf else ()),
     ]
-    if not Path(cfg.draft_dir).expanduser().is_dir():
+    if not cfg.draft_dir.strip() or not Path(cfg.draft_dir).expanduser().is_dir():
         problems.append(
             Problem(
                 "draft is not a directory",
@@ -85,7 +87,15 @@ def check_evaluate(cfg: EvaluateRoot) -> list[Problem]:
     return problems
 
 
+def _label(key: str, name: str) -> Iterator[Problem]:
+    """A name that runs, stores and directories are called by. ORGANISATION/MODEL is one, too."""
+    parts = name.split("/")
+    if not name.isprintable() or any(not part.strip() or part in (".", "..") for part in parts):
+        yield Problem(key, name, "a name of printable characters that is no path", f"{key}=my_{key[:-5]}")
+
+
 def _model(model: ModelConfig) -> Iterator[Problem]:
+    yield from _label("model.name", model.name)
     if model.source is VerifierSource.local and not model.path:
         yield Problem(
             "model.path must be given for model.source=local", fix="model.path=/directory/of/the/verifier"
@@ -112,6 +122,7 @@ def _layer_ids(key: str, ids: list[int] | None, model: ModelConfig) -> Iterator[
 
 
 def _data(data: DataConfig) -> Iterator[Problem]:
+    yield from _label("data.name", data.name)
     yield from _positive("data.max_conversations", data.max_conversations)
     yield from _positive("data.max_tokens", data.max_tokens)
     yield from _positive("data.max_len", data.max_len, least=4)
@@ -180,6 +191,7 @@ def _part(part: int, num_parts: int) -> Iterator[Problem]:
 
 
 def _draft(draft: DraftConfig, model: ModelConfig) -> Iterator[Problem]:
+    yield from _label("draft.name", draft.name)
     yield from _positive("draft.num_layers", draft.num_layers)
     yield from _positive("draft.vocab_size", draft.vocab_size, least=2)
     yield from _within("draft.ttt_steps", draft.ttt_steps, 1, 16)
@@ -207,6 +219,8 @@ def _draft(draft: DraftConfig, model: ModelConfig) -> Iterator[Problem]:
             f"a multiple of the {kv_heads} key-value heads",
             f"draft.num_heads={kv_heads}",
         )
+    if model.shapes is not None and draft.num_heads:
+        yield from llama_heads(draft, model.shapes.hidden_size, draft.num_heads)
 
 
 def _budget(train: TrainerConfig, hardware: HardwareConfig) -> Iterator[Problem]:

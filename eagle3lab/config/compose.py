@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -22,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from .errors import Problem, UserError, raise_all
 from .omegaconf_errors import problem_of_value
+from .options import config_directory, group_options, missing_option
 from .schema import EvaluateRoot, ExtractRoot, TrainRoot
 from .stamp import run_stamp
 
@@ -32,15 +32,6 @@ _SWEEP_START = {
     "prepare": "eagle3lab.extract.on_demand:prepare_stores",
 }
 ROOTS: dict[str, type] = {"train": TrainRoot, "extract": ExtractRoot, "evaluate": EvaluateRoot}
-
-
-def config_directory() -> Path:
-    """The `conf/` of a checkout or an editable install, else the one inside the wheel."""
-    package = Path(__file__).resolve().parent.parent
-    for candidate in (package.parent / "conf", package / "conf"):
-        if (candidate / "train.yaml").is_file():
-            return candidate
-    raise UserError(Problem("the configuration directory conf/ is missing", str(package.parent)))
 
 
 def register() -> None:
@@ -127,7 +118,10 @@ def unknown_key(key: str, root: type) -> Problem:
     """The problem of a key that the schema does not have, with the nearest one it has."""
     known = list(dict.fromkeys([*_groups(root), *all_keys(root)]))
     parent, _, leaf = key.rpartition(".")
-    leaves = {k.rpartition(".")[2]: k for k in known} | {s: k for s, k in _SYNONYMS.items() if k in known}
+    deepest_first = sorted(known, key=lambda k: -k.count("."))
+    leaves = {k.rpartition(".")[2]: k for k in deepest_first} | {
+        s: k for s, k in _SYNONYMS.items() if k in known
+    }
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     if not near:
         near = [leaves[match] for match in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)]
@@ -136,30 +130,18 @@ def unknown_key(key: str, root: type) -> Problem:
     return Problem(f"unknown key {key}", expected=expected, fix=f"{near[0]}=..." if near else "")
 
 
-def all_keys(root: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a schema, leaves only."""
+def all_keys(root: type, prefix: str = "", of: str = "") -> Iterator[str]:
+    """Every dotted key of a schema, leaves only; those whose type begins with `of`."""
     for f in dataclasses.fields(root):
         value = f.default_factory() if f.default_factory is not dataclasses.MISSING else None
         if dataclasses.is_dataclass(value):
-            yield from all_keys(type(value), f"{prefix}{f.name}.")
-        else:
+            yield from all_keys(type(value), f"{prefix}{f.name}.", of)
+        elif str(f.type).startswith(of):
             yield prefix + f.name
 
 
 def _groups(root: type) -> list[str]:
     return [f.name for f in dataclasses.fields(root)]
-
-
-def command_line(entry: str, argv: Sequence[str]) -> list[str]:
-    """`argv` for Hydra, which would take `evaluate.py draft=DIR` for a group's option.
-
-    The experiments of `extract.py` are a group of their own: those of training name groups that it does not have.
-    """
-    meant = {"evaluate": ("draft", "draft_dir"), "extract": ("experiment", "experiment/extract")}
-    if entry not in meant:
-        return list(argv)
-    said, hydras = meant[entry]
-    return [re.sub(rf"^(\+*){said}=", rf"\1{hydras}=", word) for word in argv]
 
 
 def is_composition_error(error: Exception) -> bool:
@@ -232,13 +214,18 @@ def try_compose(entry: str, overrides: Sequence[str]) -> tuple[DictConfig | None
 
 
 def _problem_of(error: Exception, root: type, override: str) -> Problem:
+    if isinstance(error, OverrideParseException):
+        override = override or error.override
     key, _, value = override.lstrip("+").partition("=")
     if isinstance(error, MissingConfigException):
-        return _missing_option(error, key, value)
+        return missing_option(error, key, value)
     if isinstance(error, OverrideParseException):
+        if "=" not in override:
+            fix = f"{key}=..." if key in all_keys(root) or key in _groups(root) else ""
+            return Problem("a word without a value", override, "KEY=VALUE or GROUP=OPTION", fix)
         return Problem(
             "the override cannot be parsed",
-            override or str(error),
+            override,
             "KEY=VALUE; a value with = , # ( ) or blanks needs quotes inside the shell's own",
             f"'{key}=\"{value}\"'" if key else "",
         )
@@ -250,51 +237,14 @@ def _problem_of(error: Exception, root: type, override: str) -> Problem:
     text = "\n".join(messages)
     if "No match in the defaults list" in text or "Could not override" in text or "not in" in text:
         full_key = re.search(r"full_key: (\S+)", text)
-        return unknown_key(full_key.group(1) if full_key else key or "?", root)
+        named = full_key.group(1) if full_key else key or "?"
+        return unknown_key(key if key.startswith(f"{named}.") else named, root)
+    if several := re.match(r"Ambiguous value for argument '(.+)'", text):
+        key, _, value = several[1].partition("=")
+        in_a_list = f", or {key}=[{value}]" if key in all_keys(root, of="list[") else ""
+        return Problem("several values are a sweep", several[1], fix=f"-m {several[1]}{in_a_list}")
     if "Multiple values for" in text:
         return Problem(f"{key} is chosen already", override, "one option per group", f"{key}={value}")
     if text.startswith("Config group override must be"):
-        return _missing_option(MissingConfigException("", f"{key}/{value}", group_options(key)), key, value)
+        return missing_option(MissingConfigException("", f"{key}/{value}", group_options(key)), key, value)
     return problem_of_value(text, value)
-
-
-# launchers and sweepers of other packages -> the extra of this one that installs them
-_EXTRAS = {
-    "joblib": "joblib",
-    "submitit_slurm": "submitit",
-    "submitit_local": "submitit",
-    "ray": "ray",
-    "optuna": "optuna",
-}
-
-
-def group_options(group: str) -> list[str]:
-    """The options of a group, by name."""
-    return sorted(f.stem for f in (config_directory() / group).glob("*.yaml"))
-
-
-def options_of(group: str, entry: str) -> list[str]:
-    """Those that `entry` can use: most experiments are recipes for `train.py` alone."""
-    return group_options("experiment/extract" if (group, entry) == ("experiment", "extract") else group)
-
-
-def _missing_option(error: MissingConfigException, key: str, value: str) -> Problem:
-    options = list(error.options or [])
-    group = (error.missing_cfg_file or f"{key}/{value}").rpartition("/")[0] or key
-    wanted = (error.missing_cfg_file or value).rpartition("/")[2]
-    if group in ("hydra/launcher", "hydra/sweeper") and wanted in _EXTRAS:
-        return Problem(f"{wanted} is not installed", fix=f"pip install 'eagle3lab[{_EXTRAS[wanted]}]'")
-    if not group:
-        return Problem("there is no such configuration", wanted, "a file of conf/ or of the directory of -cd")
-    near = difflib.get_close_matches(wanted, options, n=1, cutoff=0.4)
-    if group == "experiment/extract":
-        group = "experiment"
-        if wanted in group_options(group):
-            said = f"one of {', '.join(options)}"
-            return Problem("the experiment is a recipe for train.py", wanted, said, f"{group}={options[0]}")
-    return Problem(
-        f"the group {group} has no option",
-        wanted,
-        f"one of {', '.join(options)}" if options else "an existing configuration file",
-        f"{group}={near[0]}" if near else "",
-    )

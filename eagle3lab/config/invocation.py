@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from . import names
-from .compose import options_of
+from .options import options_of
 from .schema import DataConfig, EvaluateRoot, ModelConfig, TrainRoot
 from .stamp import launched_by, run_stamp
 
@@ -113,7 +113,7 @@ def extract_command(words: Sequence[str]) -> str:
         for word, (key, _, value) in ((word, word.partition("=")) for word in words)
         if key.partition(".")[0] in ("model", "data", "hardware") or (key == "experiment" and value in usable)
     ]
-    return " ".join(["python extract.py", *chosen])
+    return shlex.join(["python", "extract.py", *chosen])
 
 
 def absolute_model(model: ModelConfig, invocation: Invocation) -> ModelConfig:
@@ -140,7 +140,7 @@ def evaluation_directory(cfg: EvaluateRoot, invocation: Invocation) -> Path:
     """Where `evaluate.py` writes: beside the draft, one directory for each set of prompts, unless `out` says."""
     if cfg.out:
         return invocation.path(cfg.out)
-    return invocation.path(cfg.draft_dir).parent / f"evaluation-{cfg.prompts.name}"
+    return invocation.path(cfg.draft_dir).parent / f"evaluation-{names.safe_name(cfg.prompts.name)}"
 
 
 def named(cfg: TrainRoot, invocation: Invocation) -> TrainRoot:

@@ -11,6 +11,7 @@ from .plan_extraction import ExtractPlan
 from .plan_training import TRAINING_SHARE, TrainPlan
 from .schema import (
     DraftConfig,
+    EngineConfig,
     ExtractorConfig,
     HardwareConfig,
     Shapes,
@@ -61,6 +62,8 @@ def require_extraction_fit(
     num_devices: int,
 ) -> None:
     """Raise UserError for an engine that does not fit. `num_devices`: of this node."""
+    if plan.cache_bytes_per_token and shapes.num_heads % plan.tensor_parallel:
+        raise UserError(undivided_heads(shapes.num_heads, hardware.engine))
     if plan.fits:
         return
     tried = islice(_extraction_fits(plan, hardware, extract, shapes, again, num_devices), MOST_PROPOSALS)
@@ -73,6 +76,18 @@ def require_extraction_fit(
             f"at most {plan.usable_gib:.1f} of {plan.device_memory_gib:.1f} GiB",
             _one_of(list(tried)) or _larger_node(plan, hardware, extract, shapes, again),
         )
+    )
+
+
+def undivided_heads(num_heads: int, engine: EngineConfig) -> Problem:
+    """vLLM gives every device of an engine the same number of heads."""
+    fewer = max(n for n in range(1, engine.tensor_parallel + 1) if num_heads % n == 0)
+    replicas = engine.tensor_parallel * engine.data_parallel // fewer
+    return Problem(
+        f"{num_heads} attention heads cannot be split over hardware.engine.tensor_parallel",
+        engine.tensor_parallel,
+        f"a divisor of {num_heads}",
+        f"hardware.engine.tensor_parallel={fewer} hardware.engine.data_parallel={replicas}",
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .schema import DraftConfig, LastState, Shapes, StoreDtype
+from .errors import IntegrityError, Problem
+from .schema import DraftConfig, LastState, LayerType, Shapes, StoreDtype
 
 GIB = 2**30
 
@@ -24,13 +26,38 @@ class Widths:
 
 def widths_of(draft: DraftConfig, shapes: Shapes) -> Widths:
     head_dim = draft.head_dim or shapes.head_dim
+    num_heads = draft_heads(draft, shapes.hidden_size, shapes.num_heads, shapes.num_kv_heads)
     return Widths(
         hidden=shapes.hidden_size,
         ffn=draft.intermediate_size or shapes.intermediate_size,
-        queries=(draft.num_heads or shapes.num_heads) * head_dim,
+        queries=num_heads * head_dim,
         keys=(draft.num_kv_heads or shapes.num_kv_heads) * head_dim,
         vocab=min(draft.vocab_size or shapes.vocab_size, shapes.vocab_size),
     )
+
+
+def draft_heads(draft: DraftConfig, hidden_size: int, num_heads: int, num_kv_heads: int) -> int:
+    """The draft's own number of heads, else that of its verifier, whose sizes the others are.
+
+    transformers builds a llama layer only with a divisor of the hidden size, however wide a head is: where the
+    verifier's is none, the next smaller one that the key heads divide, too (GLM-4.5-Air: 64 of 96 heads).
+    """
+    if draft.num_heads or draft.layer_type is not LayerType.llama or not hidden_size % num_heads:
+        return draft.num_heads or num_heads
+    keys = draft.num_kv_heads or num_kv_heads
+    fitting = (n for n in range(num_heads, 0, -1) if not hidden_size % n and not n % keys)
+    return next(fitting, num_heads)
+
+
+def llama_heads(draft: DraftConfig, hidden_size: int, num_heads: int) -> Iterator[Problem]:
+    """What is wrong with a draft's number of heads, see `draft_heads`."""
+    if draft.layer_type is LayerType.llama and hidden_size % num_heads:
+        yield Problem(
+            "draft.num_heads does not divide the hidden size, as a llama layer needs",
+            num_heads,
+            f"a divisor of {hidden_size}",
+            "draft.layer_type=qwen3",
+        )
 
 
 @dataclass(frozen=True)
@@ -65,15 +92,18 @@ class StoreCounts:
 
     @classmethod
     def read(cls, store: Path) -> StoreCounts | None:
-        """From the manifest alone; None where there is no store yet."""
+        """From the manifest alone; None where there is no store yet. Raises IntegrityError where it is damaged."""
         manifest = store / "manifest.json"
         if not manifest.is_file():
             return None
-        values = json.loads(manifest.read_text())
-        tokens = int(values["num_tokens"])
-        share = int(values["num_supervised"]) / max(tokens, 1)
-        last_state = LastState(values.get("last_state_rows", LastState.all.value))
-        return cls(tokens, share, StoreDtype(values["dtype"]), last_state)
+        try:
+            values = json.loads(manifest.read_text(encoding="utf-8"))
+            tokens = int(values["num_tokens"])
+            share = int(values["num_supervised"]) / max(tokens, 1)
+            last_state = LastState(values.get("last_state_rows", LastState.all.value))
+            return cls(tokens, share, StoreDtype(values["dtype"]), last_state)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise IntegrityError(Problem(f"{manifest} is not the manifest of a store ({error})")) from error
 
 
 # bytes of a value, and of the scale that every state of a token carries

@@ -97,8 +97,8 @@ def _cache_lines(plan: ExtractPlan) -> list[str]:
         ]
     return [
         *lines,
-        f"  states in flight     {plan.in_flight_gb:.1f} GB in /dev/shm or extract.scratch_dir (of "
-        f"{plan.in_flight_gb / SCRATCH_SHARE:.1f} GB free), as much again in main memory",
+        f"  states in flight     {plan.in_flight_gb:.1f} GB in /dev/shm or extract.scratch_dir, where "
+        f"{plan.in_flight_gb / SCRATCH_SHARE:.1f} GB must be free, as much again in main memory",
     ]
 
 

@@ -263,7 +263,7 @@ class DraftConfig:
     aux_layer_ids: list[int] | None = None  # default: the model's; a subset of the store's
     num_aux_layers: int | None = None  # so many of the model's ids, spread evenly; 1 takes the last
     intermediate_size: int | None = None  # default: the verifier's
-    num_heads: int | None = None
+    num_heads: int | None = None  # default: the verifier's, or fewer where a llama layer cannot have them
     num_kv_heads: int | None = None
     head_dim: int | None = None
     sliding_window: int | None = None
@@ -446,4 +446,4 @@ class EvaluateRoot:
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
-    out: str | None = None  # default: evaluation-<prompts> beside the draft
+    out: str | None = None  # default: evaluation-<prompts> beside the draft, in place of an earlier one

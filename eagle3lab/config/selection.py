@@ -19,6 +19,7 @@ class SelectBy(Enum):
 
 
 SIMULATED, REAL = "val/simulated_acceptance_length", "val/real_acceptance_length"
+STEP = "val/acceptance_step"  # and k: simulated, that steps 0..k are all right
 # as a validation logs it, and in words
 FIGURES = {
     SelectBy.loss: "val/loss",

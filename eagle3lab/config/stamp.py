@@ -45,9 +45,9 @@ def _start_ticks(pid: int) -> str:
 def is_rank_zero() -> bool:
     """True in the process that writes: read from the environment, valid before any process group exists."""
     for variable in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
-        value = os.environ.get(variable)
-        if value and not (variable == "SLURM_PROCID" and interactive_slurm()):
-            return int(value) == 0 and os.environ.get("NODE_RANK", "0") == "0"
+        value = _number(variable)
+        if value is not None and not (variable == "SLURM_PROCID" and interactive_slurm()):
+            return value == 0 and os.environ.get("NODE_RANK", "0") == "0"
     return True
 
 
@@ -70,10 +70,16 @@ def launched_by() -> list[str]:
 def local_rank() -> int:
     """This process's number among those of its node."""
     for variable in ("LOCAL_RANK", "SLURM_LOCALID"):
-        value = os.environ.get(variable)
-        if value and not (variable == "SLURM_LOCALID" and interactive_slurm()):
-            return int(value)
+        value = _number(variable)
+        if value is not None and not (variable == "SLURM_LOCALID" and interactive_slurm()):
+            return value
     return 0
+
+
+def _number(variable: str) -> int | None:
+    """None also for what is no number: `launcher_problems` says so, once."""
+    value = os.environ.get(variable, "").strip()
+    return int(value) if value.isascii() and value.isdigit() else None
 
 
 def interactive_slurm() -> bool:

@@ -135,7 +135,7 @@ class Eagle3SampleFileDataset(Dataset[Batch]):
         self.supervision = supervision
         self._source = _open_source(given[0], split, aux_layer_ids, standardize_fn, raw, data_share)
         self.lengths = [length - 1 for length in self._source.lengths]
-        _check_lengths(self.lengths, max_len)
+        _check_lengths(self.lengths, max_len, getattr(self._source, "files", range(len(self.lengths))))
 
     @property
     def approx_lengths(self) -> list[int]:
@@ -237,11 +237,11 @@ def _cast(states: Tensor, dtype: torch.dtype, where: str) -> Tensor:
     return cast
 
 
-def _check_lengths(lengths: Sequence[int], max_len: int | None) -> None:
+def _check_lengths(lengths: Sequence[int], max_len: int | None, names: Sequence[object]) -> None:
     if lengths and min(lengths) < 1:
-        raise IntegrityError(
-            Problem("a row of one token leaves nothing after the shift", lengths.index(min(lengths)))
-        )
+        shortest = lengths.index(min(lengths))
+        what = f"row {names[shortest]} leaves nothing after the shift; its tokens"
+        raise IntegrityError(Problem(what, lengths[shortest] + 1, "at least 2"))
     too_long = [length for length in lengths if max_len is not None and length > max_len]
     if too_long:
         raise UserError(

@@ -12,7 +12,7 @@ import pickle
 import random
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -105,18 +105,25 @@ def sample_length(path: Path) -> int:
     if path.suffix == ".safetensors":
         with _open_safetensors(path) as file:
             if "token_ids" in file.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                return int(file.get_slice("token_ids").get_shape()[0])
+                return _only_size(file.get_slice("token_ids").get_shape(), path)
     data = load_sample_file(path)
     if not isinstance(data.get("input_ids"), torch.Tensor):
-        raise IntegrityError(Problem(f"{path} holds no token ids", sorted(data), "input_ids or token_ids"))
-    return len(data["input_ids"])
+        held = sorted(map(str, data))
+        raise IntegrityError(Problem(f"{path} holds no token ids", held, "input_ids or token_ids"))
+    return _only_size(data["input_ids"].shape, path)
+
+
+def _only_size(shape: Sequence[int], path: Path) -> int:
+    if len(shape) != 1:
+        raise IntegrityError(Problem(f"{path}: shape of the token ids", list(shape), "[T]"))
+    return int(shape[0])
 
 
 def _load_pt(path: Path) -> dict[str, Any]:
     try:
         # files from before torch's zip format cannot be mapped; they are read whole, as safely
         data = torch.load(path, mmap=zipfile.is_zipfile(path), weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise IntegrityError(
             Problem(

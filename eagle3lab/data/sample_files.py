@@ -20,10 +20,12 @@ from eagle3lab.data.legacy import (
     standardize_data_v0,
     standardize_data_v1,
 )
+from eagle3lab.data.shift import STATES
 from eagle3lab.store.checks import check_tokens, check_values
 
 _KNOWN_FORMS = (standardize_data_v0, standardize_data_v1)
-_STATES = ("hidden_states", "verifier_last_hidden_states")
+STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_DTYPE_WORDS = "bfloat16, float16, float32 or float64"
 
 
 class SampleFiles:
@@ -38,6 +40,8 @@ class SampleFiles:
     def __init__(self, root: Path | Sequence[Path], standardize_fn: StandardizeFn) -> None:
         self.standardize_fn = standardize_fn
         self._masks: dict[Path, Any] = {}  # directory of hs files -> its Arrow dataset
+        if isinstance(root, Path) and not root.exists():
+            raise UserError(Problem("no such directory of sample files", str(root)))
         if isinstance(root, Path) and root.is_dir():
             self.files = _found_files(root)
             self._open_masks()
@@ -65,11 +69,7 @@ class SampleFiles:
     def read_tokens(self, i: int) -> tuple[Tensor, Tensor]:
         """Ids [T] int64 and mask [T] uint8 of one file, without its states."""
         data = self._load(self.files[i])
-        ids, mask = data["input_ids"].long().clone(), data["loss_mask"].to(torch.uint8).clone()
-        if ids.shape != mask.shape:
-            shapes = {"input_ids": list(ids.shape), "loss_mask": list(mask.shape)}
-            raise IntegrityError(Problem(f"{self.files[i]}: lengths differ", shapes, "one length"))
-        return ids, mask
+        return data["input_ids"].long().clone(), data["loss_mask"].to(torch.uint8).clone()
 
     def read(self, i: int) -> dict[str, Tensor]:
         """One row before the shift: input_ids, loss_mask [T] and both kinds of states [T, ...]."""
@@ -83,9 +83,9 @@ class SampleFiles:
             raise IntegrityError(
                 Problem(f"{path}: widths of the states", widths, expected=f"{self._shape} as before")
             )
-        hidden = data["verifier_last_hidden_states"].shape[1]
         slots = [f"slot {k}" for k in range(self.num_aux_states + 1)]
-        check_values(data["hidden_states"].reshape(length, -1, hidden), slots[:-1], str(path))
+        aux = data["hidden_states"].reshape(length, self.num_aux_states, self.hidden_size)
+        check_values(aux, slots[:-1], str(path))
         check_values(data["verifier_last_hidden_states"].unsqueeze(1), slots[-1:], str(path))
         # copied: the tensors are views into the mapped file, writable within this process
         return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in data.items()}
@@ -111,16 +111,21 @@ class SampleFiles:
             standardize = standardize_data_v0
         try:
             sample = standardize(data)
-            return {name: sample[name] for name in ("input_ids", "loss_mask", *_STATES)}
+            sample = {name: sample[name] for name in ("input_ids", "loss_mask", *STATES)}
         except (KeyError, TypeError, IndexError, ValueError, RuntimeError) as error:
             what = f"{self.files[i]} is not of the form that {standardize.__name__} reads ({error!r})"
-            raise IntegrityError(Problem(what, sorted(data))) from error
+            raise IntegrityError(Problem(what, sorted(map(str, data)))) from error
+        for name in STATES:
+            if not (_is_plain(sample[name]) and sample[name].dtype in STATE_DTYPES):
+                said = _said(sample[name])
+                raise IntegrityError(Problem(f"{self.files[i]}: {name}", said, f"a tensor of {_DTYPE_WORDS}"))
+        return sample
 
     def _load(self, path: Path) -> dict[str, Any]:
         data = load_sample_file(path)
         arrow_row = self._arrow_row(path)
-        if arrow_row is not None:
-            data.setdefault("loss_mask", torch.tensor(arrow_row["loss_mask"], dtype=torch.uint8))
+        if arrow_row is not None and "loss_mask" not in data:
+            data["loss_mask"] = _column(arrow_row, "loss_mask", path)
         if "loss_mask" not in data and self.standardize_fn in _KNOWN_FORMS:
             expected = "loss_mask in the file, or the Arrow dataset written with hs_*.safetensors"
             raise UserError(Problem(f"{path} has no loss mask", expected=expected))
@@ -129,9 +134,9 @@ class SampleFiles:
         return data
 
     def _widths(self, data: dict[str, Tensor], path: Path) -> tuple[int, int]:
-        shapes = {name: list(data[name].shape) for name in _STATES}
-        aux, last = (shape[-1] for shape in shapes.values())
-        if any(len(shape) != 2 for shape in shapes.values()) or aux % last:
+        shapes = {name: list(data[name].shape) for name in STATES}
+        aux, last = (shape[-1] if shape else 0 for shape in shapes.values())
+        if any(len(shape) != 2 for shape in shapes.values()) or not last or aux % last:
             raise IntegrityError(Problem(f"{path}: shapes", shapes, "[T, n * hidden] and [T, hidden]"))
         return aux, last
 
@@ -173,7 +178,7 @@ class SampleFiles:
                 continue
             try:
                 found = load_sample_file(file)["input_ids"]
-                check_tokens(torch.tensor(row["input_ids"], dtype=torch.int64), found, str(file))
+                check_tokens(_column(row, "input_ids", file), found, str(file))
             except IntegrityError as error:
                 wrong.append(error)
         if wrong:
@@ -183,10 +188,24 @@ class SampleFiles:
 
 def _check_ids_and_mask(ids: Any, mask: Any, path: Path) -> None:
     """A mask of weights, or fractional ids, would be cut to whole numbers without a word."""
-    if ids.is_floating_point():
-        raise IntegrityError(Problem(f"{path}: token ids", str(ids.dtype), "whole numbers"))
-    if not isinstance(mask, Tensor) or not bool(((mask == 0) | (mask == 1)).all()):
+    if not _is_plain(ids) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise IntegrityError(Problem(f"{path}: token ids", _said(ids), "whole numbers"))
+    if not _is_plain(mask) or not bool(((mask == 0) | (mask == 1)).all()):
         raise IntegrityError(Problem(f"{path}: loss mask", None, "a tensor of 0 and 1"))
+    if ids.dim() != 1 or ids.shape != mask.shape:
+        shapes = {"input_ids": list(ids.shape), "loss_mask": list(mask.shape)}
+        raise IntegrityError(Problem(f"{path}: lengths differ", shapes, "one length"))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor whose values are there: a sparse one, or one on the meta device, is none."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type == "cpu"
+
+
+def _said(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return str(value.dtype) if _is_plain(value) else f"{value.layout} on {value.device}"
 
 
 def _found_files(root: Path) -> list[Path]:
@@ -208,10 +227,25 @@ def _found_files(root: Path) -> list[Path]:
     return files
 
 
+def _column(row: dict[str, Any], name: str, path: Path) -> Tensor:
+    """One list of an Arrow row, in the kind it has there: what is no whole number is seen later, and not cut."""
+    try:
+        return torch.tensor(row[name])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        what = f"the Arrow row of {path} has no usable {name}"
+        raise IntegrityError(
+            Problem(what, f"{type(error).__name__}: {error}", "a list of numbers")
+        ) from error
+
+
 def _load_arrow(directory: Path) -> Any:
     try:
         from datasets import load_from_disk
     except ImportError as error:
         what = f"{directory} is an Arrow dataset, which needs another package"
         raise UserError(Problem(what, fix="pip install datasets")) from error
-    return load_from_disk(str(directory)).with_format(None)
+    try:
+        return load_from_disk(str(directory)).with_format(None)
+    except Exception as error:  # Arrow's own kinds, and whatever its JSON files make of damage
+        what = f"{directory} cannot be read as an Arrow dataset"
+        raise IntegrityError(Problem(what, f"{type(error).__name__}: {error}")) from error

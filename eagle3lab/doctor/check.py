@@ -9,6 +9,8 @@ from enum import Enum
 
 from eagle3lab.config.errors import UserError
 
+INSTALL = "python -m pip install -e . (or VENV=.venv scripts/setup_env.sh)"
+
 
 class Status(Enum):
     ok = "ok"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +13,13 @@ from typing import TYPE_CHECKING
 
 import eagle3lab
 
-from .check import Check, examine, exit_code, fail
+from .check import INSTALL, Check, examine, exit_code, fail
 from .report import as_json, describe, summarise
 
 if TYPE_CHECKING:
     from eagle3lab.config.schema import TrainRoot
 
 DISK_MIB, QUICK_DISK_MIB = 64, 8
-_INSTALL = "python -m pip install -e . (or VENV=.venv scripts/setup_env.sh)"
 DESCRIPTION = """Check in layers whether this machine, verifier and store are fit for a run; every finding
 names its remedy. Takes the words of train.py (model=... data=... hardware=... store=...)."""
 EPILOG = "exit code: 0 all ok or warnings only, 2 a check failed or the words are wrong"
@@ -64,9 +64,7 @@ def all_checks(words: Sequence[str], *, quick: bool = False) -> Iterator[Check]:
     yield from _layer("packages", _packages)
     yield from _layer("symbols", _symbols)
     if broken or cfg is None:
-        yield examine(
-            "configuration", "train.py", lambda: fail(f"cannot be composed: {broken}", _INSTALL), ""
-        )
+        yield examine("configuration", "train.py", lambda: fail(f"cannot be composed: {broken}", INSTALL), "")
         return
     yield from _layer("machine", lambda: _machine(cfg, quick))
     yield from _layer("verifier", lambda: _verifier(cfg))
@@ -81,7 +79,7 @@ def _layer(layer: str, checks: Callable[[], Iterator[Check]]) -> Iterator[Check]
         yield from checks()
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
-        yield examine(layer, "this layer", lambda: fail(found, _INSTALL), _INSTALL)
+        yield examine(layer, "this layer", lambda: fail(found, INSTALL), INSTALL)
 
 
 def _compose(words: Sequence[str]) -> tuple[TrainRoot | None, str]:
@@ -130,7 +128,7 @@ def _store(cfg: TrainRoot, words: Sequence[str]) -> Iterator[Check]:
     from .store import check_store
     from .verifier import verifier_path
 
-    command = " ".join([extract_command(words), *(word for word in words if word.startswith("store="))])
+    command = " ".join([extract_command(words), *(shlex.quote(w) for w in words if w.startswith("store="))])
     return check_store(Path(str(cfg.store)), cfg.model, verifier_path(cfg.model), extract_command=command)
 
 

@@ -41,7 +41,7 @@ def check_miniature(cfg: TrainRoot, accelerator: Accelerator) -> Iterator[Check]
         steps: tuple[tuple[str, Callable[[], str]], ...] = (
             ("extract", partial(_extract, cfg, hardware, work)),
             ("training step", partial(_train, cfg, hardware, work, made)),
-            ("export and load", partial(_export, cfg, work, made)),
+            ("export and load", partial(_export, work, made)),
         )
         for step, function in steps:
             check = examine(LAYER, step, partial(_silently, function), _REMEDY)
@@ -130,7 +130,7 @@ def _train(cfg: TrainRoot, hardware: HardwareConfig, work: Path, made: dict[str,
     return f"one update on {hardware.accelerator.value}, loss {summary.last['train/loss']:.3f}, every trained tensor moved"
 
 
-def _export(cfg: TrainRoot, work: Path, made: dict[str, Any]) -> str:
+def _export(work: Path, made: dict[str, Any]) -> str:
     """Written, re-read and compared by `export_draft`; then loaded as evaluation loads it."""
     from eagle3lab.draft.export import export_draft, load_draft
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from packaging.requirements import Requirement
 
-from .check import Check, Finding, examine, fail, warn
+from .check import INSTALL, Check, Finding, examine, fail, warn
 from .requirements import Needs, contradictions, installed_version, project_needs
 
 LAYER = "packages"
@@ -23,7 +23,6 @@ TESTED: tuple[tuple[str, str, str, str], ...] = (
 )
 # imported only by the choice named: a run that does not make it works without the package
 ON_REQUEST = {"wandb": "logger=wandb and logger=wandb_offline need it"}
-_REINSTALL = "python -m pip install -e . (or VENV=.venv scripts/setup_env.sh)"
 
 
 def check_packages() -> Iterator[Check]:
@@ -31,16 +30,16 @@ def check_packages() -> Iterator[Check]:
     try:
         needs = project_needs()
     except LookupError as error:
-        yield examine(LAYER, "version ranges", partial(fail, str(error), _REINSTALL), _REINSTALL)
+        yield examine(LAYER, "version ranges", partial(fail, str(error), INSTALL), INSTALL)
         return
-    yield examine(LAYER, "python", partial(_python, needs), _REINSTALL)
+    yield examine(LAYER, "python", partial(_python, needs), INSTALL)
     wrong = [check for r in needs.required if (check := _range(needs, r, optional=False))]
     wrong += [check for r in needs.optional if (check := _range(needs, r, optional=True))]
     yield from wrong
     count = len(needs.required)
     if not wrong:
-        yield examine(LAYER, "ranges", lambda: f"{count} packages as {needs.source} asks", _REINSTALL)
-    yield examine(LAYER, "combination", partial(_combination, needs), _REINSTALL)
+        yield examine(LAYER, "ranges", lambda: f"{count} packages as {needs.source} asks", INSTALL)
+    yield examine(LAYER, "combination", _combination, INSTALL)
 
 
 def _python(needs: Needs) -> str | Finding:
@@ -68,7 +67,7 @@ def _range(needs: Needs, requirement: Requirement, *, optional: bool) -> Check |
     return examine(LAYER, name, partial(fail, found, remedy), remedy)
 
 
-def _combination(needs: Needs) -> str | Finding:
+def _combination() -> str | Finding:
     """Whether this set of minor releases ran before, and whether its members agree among themselves."""
     versions = {name: installed_version(name) for name in CORE}
     shown = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())

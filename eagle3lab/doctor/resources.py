@@ -58,7 +58,8 @@ def main_memory() -> str | Finding:
     return found if available >= LEAST_RAM_GIB * GIB else warn(found, _RAM_REMEDY)
 
 
-def _group_limit(group: Path = Path("/sys/fs/cgroup")) -> int | None:
+def _group_limit() -> int | None:
+    group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()
         current = int((group / "memory.current").read_text())

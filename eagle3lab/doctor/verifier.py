@@ -10,6 +10,7 @@ from pathlib import Path
 from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.config.schema import DataConfig, ModelConfig, VerifierSource
 from eagle3lab.verifier.facts import VerifierFacts, read_facts
+from eagle3lab.verifier.shapes import contradictions
 
 from .check import Check, Finding, examine, fail, warn
 
@@ -85,13 +86,10 @@ def _files(model: ModelConfig, located: list[Path]) -> str | Finding:
 
 def _facts(model: ModelConfig, path: Path) -> str | Finding:
     facts = read_facts(path)
-    configured = {} if model.shapes is None else vars(model.shapes)
-    wrong = {
-        k: v for k, v in configured.items() if v is not None and hasattr(facts, k) and getattr(facts, k) != v
-    }
+    wrong = contradictions(model.shapes, facts) if model.shapes is not None else {}
     if wrong:
-        found = [f"model.shapes.{k}={v}, config.json says {getattr(facts, k)}" for k, v in wrong.items()]
-        return fail("\n".join(found), " ".join(f"model.shapes.{k}={getattr(facts, k)}" for k in wrong))
+        said = [f"model.shapes.{k}={v}, config.json says {found}" for k, (v, found) in wrong.items()]
+        return fail("\n".join(said), " ".join(f"model.shapes.{k}={found}" for k, (_, found) in wrong.items()))
     return (
         f"{facts.architecture}: {facts.num_layers} layers, hidden {facts.hidden_size}, "
         f"{facts.num_heads}/{facts.num_kv_heads} heads of {facts.head_dim}, vocabulary {facts.vocab_size}, "

@@ -54,7 +54,7 @@ def refuse_other_verifier(
                 f"the draft in {directory} belongs to another verifier ({was})",
                 str(facts.path),
                 "the verifier it was trained for",
-                f"model.path={was}",
+                f"model=ITS_OPTION, or model=local model.name=NAME model.path={was}",
             ),
             *reasons,
         )

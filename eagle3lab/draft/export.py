@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -128,18 +129,20 @@ def read_export(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """
     missing = [n for n in (CONFIG_FILE, WEIGHTS_FILE) if not (directory / n).is_file()]
     if missing:
+        within = directory / "draft"  # of a run directory
+        is_run = (within / CONFIG_FILE).is_file()
         raise UserError(
             Problem(
                 "no exported draft here",
                 str(directory),
                 f"a directory with {' and '.join(missing)}",
-                "draft=outputs/<run_name>/<stamp>/draft",
+                shlex.quote(f"draft={within}") if is_run else "draft=outputs/<run_name>/<stamp>/draft",
             )
         )
     try:
         config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
         tensors = load_file(directory / WEIGHTS_FILE)
-    except (ValueError, SafetensorError) as error:
+    except (ValueError, RecursionError, SafetensorError) as error:
         raise IntegrityError(Problem(f"{directory} cannot be read", str(error))) from error
     if not isinstance(config, dict):
         raise IntegrityError(

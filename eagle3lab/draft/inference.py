@@ -151,14 +151,6 @@ class ChainDrafter:
         self._cache.crop(self._num_pairs)
         return chain, torch.cat(all_logits)
 
-    def rollback(self, num_pairs: int) -> None:
-        """Keep the first `num_pairs` pairs only; extend again before the next proposal."""
-        if not 0 <= num_pairs <= self._num_pairs:
-            raise ValueError(f"cannot roll back from {self._num_pairs} to {num_pairs} pairs")
-        self._cache.crop(num_pairs)
-        self._num_pairs = num_pairs
-        self._last = None
-
     def _run(self, hidden: Tensor, tokens: Tensor, start: int) -> Tensor:
         """One pass of the layers. hidden: `[n, hidden_size]`; returns the fed-back state, same shape."""
         model = self._model

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from eagle3lab.config.errors import Problem, raise_all
+from eagle3lab.config.errors import Problem, UserError, raise_all
+from eagle3lab.config.plan_sizes import draft_heads, llama_heads
 from eagle3lab.config.schema import DraftConfig, LayerType
 from eagle3lab.verifier.facts import VerifierFacts
 
@@ -21,6 +22,8 @@ def draft_rope(facts: VerifierFacts) -> dict[str, Any]:
     """
     rope = copy.deepcopy(facts.rope_parameters)
     rope.pop("partial_rotary_factor", None)
+    # Hunyuan's: vLLM would stretch the draft's positions by it, transformers trains without.
+    rope.pop("alpha", None)
     return rope
 
 
@@ -31,7 +34,7 @@ def layer_config(cfg: DraftConfig, facts: VerifierFacts, *, num_aux: int) -> Pre
     """
     from transformers import LlamaConfig, Qwen3Config
 
-    num_heads = cfg.num_heads or facts.num_heads
+    num_heads = draft_heads(cfg, facts.hidden_size, facts.num_heads, facts.num_kv_heads)
     num_kv_heads = cfg.num_kv_heads or min(facts.num_kv_heads, num_heads)
     head_dim = cfg.head_dim or facts.head_dim
     raise_all(_problems(cfg, facts, num_heads, num_kv_heads, head_dim))
@@ -59,12 +62,33 @@ def layer_config(cfg: DraftConfig, facts: VerifierFacts, *, num_aux: int) -> Pre
         values["layer_types"] = ["sliding_attention"] * cfg.num_layers
     if cfg.layer_type is LayerType.qwen3:
         values["use_sliding_window"] = cfg.sliding_window is not None
-        config: PretrainedConfig = Qwen3Config(**values)
+        make: type[PretrainedConfig] = Qwen3Config
     else:
-        config = LlamaConfig(**values)
+        make = LlamaConfig
+    config = _with_rotation(make, values)
     if num_aux != 3:
         # vLLM sizes the first projection by this key and assumes 3 without it.
         config.num_aux_hidden_states = num_aux
+    return config
+
+
+def _with_rotation(make: type[PretrainedConfig], values: dict[str, Any]) -> PretrainedConfig:
+    """The configuration; raises UserError where transformers cannot make frequencies of its rotary parameters."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    try:
+        config = make(**values)
+        LlamaRotaryEmbedding(config)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        rope = values["rope_parameters"]
+        factors, head_dim = rope.get("short_factor"), values["head_dim"]
+        what = "the draft cannot take over the verifier's rotary embedding"
+        if isinstance(factors, list) and 2 * len(factors) != head_dim:
+            said = f"{len(factors)} factors of {rope['rope_type']} for heads of {head_dim}"
+            fix = f"draft.head_dim={2 * len(factors)}"
+            raise UserError(Problem(what, said, "one for every two of a head's values", fix)) from error
+        said = f"{rope} ({type(error).__name__}: {error})"
+        raise UserError(Problem(what, said, "one that transformers makes frequencies of")) from error
     return config
 
 
@@ -83,15 +107,7 @@ def _problems(
         )
     if head_dim % 2:
         problems.append(Problem("draft.head_dim", head_dim, "an even number, for RoPE", "draft.head_dim=128"))
-    if cfg.layer_type is LayerType.llama and facts.hidden_size % num_heads:
-        problems.append(
-            Problem(
-                "draft.num_heads does not divide the hidden size, as a llama layer needs",
-                num_heads,
-                f"a divisor of {facts.hidden_size}",
-                "draft.layer_type=qwen3",
-            )
-        )
+    problems += llama_heads(cfg, facts.hidden_size, num_heads)
     if cfg.num_layers < 1:
         problems.append(Problem("draft.num_layers", cfg.num_layers, "at least 1", "draft.num_layers=1"))
     if cfg.sliding_window is not None and cfg.sliding_window < 1:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
@@ -21,6 +22,9 @@ from eagle3lab.verifier.facts import read_json
 # transformers has: that is taken, and their code is left alone even where it is trusted for the tokenizer.
 _DEEPSEEK_V3 = ("deepseek_v3", "kimi_k2")
 _AROUND_DEEPSEEK_V3 = {"kimi_k25": "language_model"}  # model type -> where its text part's weights are
+
+# what transformers makes of a config.json with values that it does not know, or of another kind
+_UNLOADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, StrictDataclassError)
 
 
 def load_causal_lm(
@@ -53,10 +57,12 @@ def load_causal_lm(
             ) from error
         except SafetensorError as error:
             raise IntegrityError(Problem(f"{path} holds a damaged safetensors file", str(error))) from error
-        except (OSError, ValueError, KeyError) as error:  # a KeyError: an activation it does not know
+        except _UNLOADABLE as error:
+            is_of_a_value = isinstance(error, StrictDataclassError)  # it names the value on its second line
+            reason = " ".join(str(error).split()) if is_of_a_value else first_line(error)
             raise UserError(
                 Problem(
-                    f"the verifier could not be loaded by transformers ({first_line(error)})",
+                    f"the verifier could not be loaded by transformers ({reason})",
                     str(path),
                     "a directory with config.json and *.safetensors of a causal language model",
                     "model.path=DIRECTORY (model.trust_remote_code=true where the model brings its own code)",

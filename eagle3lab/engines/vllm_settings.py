@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,11 +180,10 @@ class VllmSettings:
             "kv_transfer_config": transfer,
         }
 
-    def prepare_environment(self, environment: MutableMapping[str, str] | None = None) -> None:
+    def prepare_environment(self) -> None:
         """Variables that vLLM reads; what the user has set wins."""
-        environment = os.environ if environment is None else environment
         for name, value in self.environment().items():
-            environment.setdefault(name, value)
+            os.environ.setdefault(name, value)
 
     def environment(self) -> Mapping[str, str]:
         """Offline, new processes by spawn; on the CPU in this process and with little cache."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.config.errors import UserError
+from eagle3lab.config.plan_fit import undivided_heads
 from eagle3lab.config.schema import EngineConfig
 from eagle3lab.engines.replicas import RemoteRunner, device_groups
 from eagle3lab.engines.request import EngineRequest
@@ -86,16 +87,9 @@ def _settings(request: EngineRequest, layer_ids: tuple[int, ...], scratch: Path 
 
 
 def _check_heads(request: EngineRequest) -> None:
-    num_heads, tensor_parallel = request.facts.num_heads, request.parallel.tensor_parallel
-    if num_heads % tensor_parallel:
-        raise UserError(
-            Problem(
-                f"{num_heads} attention heads cannot be split over hardware.engine.tensor_parallel",
-                tensor_parallel,
-                f"a divisor of {num_heads}",
-                "hardware.engine.tensor_parallel=1 hardware.engine.data_parallel=N",
-            )
-        )
+    num_heads = request.facts.num_heads
+    if num_heads % request.parallel.tensor_parallel:
+        raise UserError(undivided_heads(num_heads, request.parallel))
 
 
 def _runners(settings: VllmSettings, parallel: EngineConfig) -> list[EngineRunner]:

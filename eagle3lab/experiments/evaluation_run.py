@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from eagle3lab.config.schema import WandbConfig
-from eagle3lab.config.selection import SIMULATED
+from eagle3lab.config.selection import SIMULATED, STEP
 
 from .run_dir import SUMMARY, read_json
 from .tracking import build_wandb
 
-STEP = "val/acceptance_step"
 TABLE = "evaluation"
 PLOT = "acceptance"
 

@@ -22,7 +22,7 @@ from eagle3lab.store.trained_on import TRAINED_ON_FILE
 
 from .plots import plot_curves
 from .provenance import collect, package_versions
-from .run_dir import CONFIG, PROVENANCE, SUMMARY, claim, only_run_in, write_json
+from .run_dir import CONFIG, METRICS, PROVENANCE, SUMMARY, claimed, only_run_in, write_json
 from .tracking import WandbTracker, build_wandb
 
 if TYPE_CHECKING:
@@ -39,9 +39,25 @@ def shared_facts(cfg: TrainRoot, invocation: Invocation, manifest: Manifest) -> 
     }
 
 
-def begin_run(cfg: TrainRoot, invocation: Invocation, run_dir: Path, manifest: Manifest) -> dict[str, Any]:
-    """Claim the run directory; write the resolved configuration and where everything came from."""
-    claim(run_dir, resume=cfg.resume)
+@contextmanager
+def begun_run(
+    cfg: TrainRoot, invocation: Invocation, run_dir: Path, manifest: Manifest
+) -> Iterator[dict[str, Any]]:
+    """Claim the run directory and say in it where everything came from: that is yielded.
+
+    {} in the processes that do not write. A run that is refused before it has trained leaves nothing.
+    """
+    if not is_rank_zero():
+        yield {}
+        return
+    with claimed(run_dir, resume=cfg.resume):
+        yield _write_beginning(cfg, invocation, run_dir, manifest)
+
+
+def _write_beginning(
+    cfg: TrainRoot, invocation: Invocation, run_dir: Path, manifest: Manifest
+) -> dict[str, Any]:
+    """The resolved configuration and where everything came from; returns the latter."""
     provenance = collect(overrides=invocation.overrides, choices=invocation.choices)
     provenance["store"] = {
         "path": str(cfg.store),
@@ -56,13 +72,9 @@ def begin_run(cfg: TrainRoot, invocation: Invocation, run_dir: Path, manifest: M
         for line in _changed_lines((run_dir / CONFIG).read_text(encoding="utf-8"), text):
             print(f"resume: the stored configuration differs: {line}")
     else:
-        try:
-            with disk_errors(run_dir, "room for a run", "free space, or outputs=DIRECTORY on another disk"):
-                write_text(run_dir / CONFIG, text)
-                write_json(run_dir / PROVENANCE, provenance)
-        except BaseException:
-            (run_dir / CONFIG).unlink(missing_ok=True)  # the directory can be claimed again
-            raise
+        with disk_errors(run_dir, "room for a run", "free space, or outputs=DIRECTORY on another disk"):
+            write_text(run_dir / CONFIG, text)
+            write_json(run_dir / PROVENANCE, provenance)
     return provenance
 
 
@@ -146,5 +158,5 @@ def finish_run(
             verifier_fingerprint=provenance["store"]["weight_fingerprint"],
             trained_on=keys if keys.is_file() else None,
         )
-        plot_curves(run_dir / "metrics.csv", run_dir / "curves.png", str(cfg.run_name))
+        plot_curves(run_dir / METRICS, run_dir / "curves.png", str(cfg.run_name))
         write_json(run_dir / SUMMARY, summary)

@@ -26,12 +26,10 @@ PACKAGES = (
 )
 
 
-def collect(
-    *, overrides: Sequence[str], choices: Mapping[str, str | None], argv: Sequence[str] | None = None
-) -> dict[str, Any]:
+def collect(*, overrides: Sequence[str], choices: Mapping[str, str | None]) -> dict[str, Any]:
     """Provenance of the running command as plain data: the same call gives the same content."""
     return {
-        "command": ["python", *(argv if argv is not None else sys.argv)],
+        "command": ["python", *sys.argv],
         "overrides": list(overrides),
         "choices": {k: v for k, v in choices.items() if not k.startswith("hydra/")},
         "eagle3lab": __version__,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from eagle3lab.store.files import locked, write_text
 CONFIG = "config.yaml"
 PROVENANCE = "provenance.json"
 SUMMARY = "summary.json"
+METRICS, CHECKPOINTS = "metrics.csv", "checkpoints"  # names that `training.trainer` writes
 SWEEP_INDEX = "sweep.json"  # of a directory of run directories, see `sweep_files`
 FINISHED, FAILED = "finished", "failed"  # what became of a run or a trial
 
@@ -32,7 +34,7 @@ def claim(run_dir: Path, *, resume: bool) -> None:
                     "nothing to resume: no run in",
                     str(run_dir),
                     "a run directory with config.yaml",
-                    "resume=false",
+                    "run_dir=THE_RUN resume=true, or resume=false",
                 )
             )
         return
@@ -45,9 +47,38 @@ def claim(run_dir: Path, *, resume: bool) -> None:
                 "the run directory is taken",
                 str(run_dir),
                 "a new directory, or resume=true to go on in this one",
-                f"resume=true run_dir={run_dir}",
+                shlex.join(["resume=true", f"run_dir={run_dir}"]),
             )
         ) from None
+
+
+@contextmanager
+def claimed(run_dir: Path, *, resume: bool) -> Iterator[None]:
+    """`claim`, undone where the run is refused before it has trained, or fails before it says where it came from.
+
+    The corrected command finds the directory free then.
+    """
+    created = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    claim(run_dir, resume=resume)
+    try:
+        yield
+    except BaseException as error:
+        if not resume and (isinstance(error, UserError) or not (run_dir / PROVENANCE).is_file()):
+            _give_back(run_dir, created)
+        raise
+
+
+def _give_back(run_dir: Path, created: Sequence[Path]) -> None:
+    """Undo a `claim` that `created` these directories, unless something was trained since."""
+    metrics = run_dir / METRICS
+    has_figures = metrics.is_file() and len(metrics.read_bytes().splitlines()) > 1
+    if has_figures or any((run_dir / CHECKPOINTS).glob("*")):
+        return
+    for name in (CONFIG, PROVENANCE, METRICS):
+        (run_dir / name).unlink(missing_ok=True)
+    for directory in created:
+        with suppress(OSError):  # somebody else's files are in it
+            directory.rmdir()
 
 
 @contextmanager
@@ -77,7 +108,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; an unreadable one is a `UserError` that names the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(Problem(f"cannot read {path}", str(error))) from error
     if not isinstance(content, dict):
         raise UserError(Problem(f"{path} holds no JSON object"))

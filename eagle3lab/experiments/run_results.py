@@ -14,7 +14,6 @@ from .run_config import RunConfig, read_run_config
 from .run_dir import CONFIG, FAILED, FINISHED, PROVENANCE, SUMMARY, SWEEP_INDEX, read_json
 from .sweep_files import RUNNING, WAITING, Trial, read_trials
 
-METRICS = "metrics.csv"
 UNFINISHED = "unfinished"
 _WHY = {
     RUNNING: "running, or killed",

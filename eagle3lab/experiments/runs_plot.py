@@ -9,7 +9,7 @@ from eagle3lab.config.selection import FIGURES
 
 from .compare_runs import RunComparison
 from .plots import read_metrics, save_figure
-from .run_results import METRICS
+from .run_dir import METRICS
 
 
 def plot_runs(comparison: RunComparison, target: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def end_sweep(sweep_dir: Path) -> int:
 
 
 def _compare(sweep_dir: Path, any_finished: bool) -> None:
-    command = f"python -m eagle3lab compare {sweep_dir}"
+    command = f"python -m eagle3lab compare {shlex.quote(str(sweep_dir))}"
     if not any_finished:
         print(f"nothing to compare yet; later: {command}")
         return

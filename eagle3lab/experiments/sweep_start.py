@@ -79,15 +79,15 @@ class SweepStart(Callback):
         about = _about(config, entry, invocation)
         if (sweep_dir / SWEEP_INDEX).is_file():
             _must_be_the_same(sweep_dir, read_json(sweep_dir / SWEEP_INDEX), about)
-        sweep_dir.mkdir(parents=True, exist_ok=True)
+        if entry == "train" and not all(is_complete(Path(str(cfg.store))) for cfg, _ in typed):
+            module, _, function = self.prepare.partition(":")
+            getattr(importlib.import_module(module), function)(typed)
+        sweep_dir.mkdir(parents=True, exist_ok=True)  # a sweep without a store leaves nothing behind
         done = len(read_trials(sweep_dir))
         count = f"{len(grid)} trials" if whole else "trials as the sweeper proposes them"
         taken_up = f", taken up again: {done} had begun" if done else ""
         print(f"sweep {about['name']}: {count} in {sweep_dir}{taken_up}")
         print(f"  to go on after an interruption: {about['continue']}", flush=True)
-        if entry == "train" and not all(is_complete(Path(str(cfg.store))) for cfg, _ in typed):
-            module, _, function = self.prepare.partition(":")
-            getattr(importlib.import_module(module), function)(typed)
         write_index(sweep_dir, about, grid if whole else ())
         begun = sweep_dir
 

@@ -16,7 +16,7 @@ from typing import Any
 from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.config.schema import WandbConfig, WandbMode
 
-from .run_results import METRICS
+from .run_dir import METRICS
 
 RUN_ID = "wandb_run_id"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from eagle3lab.engines.base import Answer, Answerer, EngineDied, Sampling
+from eagle3lab.engines.base import Answer, Answerer, Sampling
 from eagle3lab.engines.sampling import hashed_seed
-from eagle3lab.extract.capture import ENGINE_ERRORS, timed
+from eagle3lab.extract.capture import ask_each, timed
 from eagle3lab.extract.generated import Generated
 from eagle3lab.extract.progress import CaptureProgress
 from eagle3lab.rows.dialogue import Dialogue, Prompt
@@ -115,34 +115,18 @@ def _filled(
 def _ask(
     engine: Answerer, prompts: Sequence[Prompt], sampling: Sampling, seed: int, vocab_size: int
 ) -> list[Answer | str]:
-    """An answer, or the reason why there is none, for every prompt; what fails is asked again by itself."""
-    answers = _try(engine, prompts, sampling, seed, vocab_size)
-    tries_left = 1 if len(prompts) == 1 else 2
-    for i, prompt in enumerate(prompts):
-        for _ in range(tries_left):
-            if isinstance(answers[i], str):
-                answers[i] = _try(engine, [prompt], sampling, seed, vocab_size)[0]
-    return answers
-
-
-def _try(
-    engine: Answerer, prompts: Sequence[Prompt], sampling: Sampling, seed: int, vocab_size: int
-) -> list[Answer | str]:
-    try:
-        answers = engine.answer(
-            [prompt.token_ids for prompt in prompts],
+    def ask(some: Sequence[Prompt]) -> list[Answer]:
+        return engine.answer(
+            [prompt.token_ids for prompt in some],
             sampling,
-            [seed_of(seed, prompt) for prompt in prompts],
-            [prompt.max_new_tokens for prompt in prompts],
+            [seed_of(seed, prompt) for prompt in some],
+            [prompt.max_new_tokens for prompt in some],
         )
-    except EngineDied:
-        raise
-    except ENGINE_ERRORS as error:
-        return [f"{type(error).__name__}: {error}"] * len(prompts)
-    if len(answers) != len(prompts):
-        return [f"empty result: {len(answers)} answers for {len(prompts)} prompts"] * len(prompts)
-    pairs = zip(answers, prompts, strict=True)
-    return [fault(answer, prompt, sampling, vocab_size) or answer for answer, prompt in pairs]
+
+    def judge(answer: Answer, prompt: Prompt) -> Answer | str:
+        return fault(answer, prompt, sampling, vocab_size) or answer
+
+    return ask_each(prompts, ask, judge, unit="prompts")
 
 
 def fault(answer: Answer, prompt: Prompt, sampling: Sampling, vocab_size: int) -> str:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TypeVar
 
 import torch
 
@@ -32,6 +33,8 @@ MAX_LOST_SHARDS = 3  # one after the other without one answer: the engine is bro
 REQUEST_BYTES = 2**29
 MEMORY_SHARE = 1 / 4  # of the machine's memory, for the states that are asked for or wait to be written
 WRITE_THREADS = 4
+T = TypeVar("T")  # what an engine is asked
+A = TypeVar("A")  # what it answers
 
 
 @dataclass
@@ -183,29 +186,44 @@ def _batches(engine: Engine, lengths: Sequence[int], batch_tokens: int) -> list[
 
 
 def _ask(engine: Engine, rows: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> list[States | str]:
-    """States, or the reason why there are none, of every row.
+    return ask_each(
+        rows,
+        lambda some: engine.capture(some, layer_ids),
+        lambda states, _: "empty result" if states is None else states,
+        unit="rows",
+    )
 
-    A row is lost when it fails twice by itself: the failure of a whole batch says nothing about one row.
+
+def ask_each(
+    items: Sequence[T],
+    ask: Callable[[Sequence[T]], Sequence[A]],
+    judge: Callable[[A, T], A | str],
+    *,
+    unit: str,
+) -> list[A | str]:
+    """What `judge` makes of the engine's answer to every item, or the reason why there is none.
+
+    An item is lost when it fails twice by itself: the failure of a whole batch says nothing about one item.
     """
-    answers = _try(engine, rows, layer_ids)
-    tries_left = 1 if len(rows) == 1 else 2
-    for i in range(len(rows)):
+
+    def attempt(some: Sequence[T]) -> list[A | str]:
+        try:
+            answers = ask(some)
+        except EngineDied:
+            raise
+        except ENGINE_ERRORS as error:
+            return [f"{type(error).__name__}: {error}"] * len(some)
+        if len(answers) != len(some):  # which of them is missing cannot be told
+            return [f"empty result: {len(answers)} answers for {len(some)} {unit}"] * len(some)
+        return [judge(answer, item) for answer, item in zip(answers, some, strict=True)]
+
+    answers = attempt(items)
+    tries_left = 1 if len(items) == 1 else 2
+    for i, item in enumerate(items):
         for _ in range(tries_left):
             if isinstance(answers[i], str):
-                answers[i] = _try(engine, [rows[i]], layer_ids)[0]
+                answers[i] = attempt([item])[0]
     return answers
-
-
-def _try(engine: Engine, rows: Sequence[Sequence[int]], layer_ids: Sequence[int]) -> list[States | str]:
-    try:
-        answers = engine.capture(rows, layer_ids)
-    except EngineDied:
-        raise
-    except ENGINE_ERRORS as error:
-        return [f"{type(error).__name__}: {error}"] * len(rows)
-    if len(answers) != len(rows):  # which of them is missing cannot be told
-        return [f"empty result: {len(answers)} answers for {len(rows)} rows"] * len(rows)
-    return ["empty result" if answer is None else answer for answer in answers]
 
 
 def _count(report: ExtractReport, shard: ShardStates) -> None:

@@ -68,7 +68,10 @@ def import_samples(
     rows, positions, accounting = _plan(files, facts, validation_share)
     for line in accounting.lines():
         say(line)
-    native = files.read(0)["hidden_states"].dtype
+    native = files.read(next(iter(positions.values())))["hidden_states"].dtype
+    if dtype is None and native not in _LOSSLESS:
+        what = f"{source}: no store holds these states without a loss"
+        raise UserError(Problem(what, str(native), "a dtype that you choose", "--dtype float32"))
     store_dtype = dtype or _LOSSLESS[native]
     report = _self_test(files, positions, ids, facts, verifier, model, store_dtype, self_test_rows, device)
     say(f"alignment self-test passed: {report}")
@@ -92,10 +95,10 @@ def import_samples(
             for row in shard:
                 data = files.read(positions[row.source])
                 aux, last = data["hidden_states"], data["verifier_last_hidden_states"]
-                if aux.dtype != native:
-                    raise IntegrityError(
-                        Problem(f"{row.source}: dtype", str(aux.dtype), f"{native} as in the other files")
-                    )
+                if {aux.dtype, last.dtype} != {native}:
+                    found = f"{aux.dtype}, of the last state {last.dtype}"
+                    what = f"{row.source}: dtype of the aux states"
+                    raise IntegrityError(Problem(what, found, f"{native} as in the other files"))
                 cast = DTYPES[store_dtype]
                 states.append((row, aux.to(cast), last.to(cast), data["input_ids"].long()))
             writer.write_shard(number, states)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ def open_store(cfg: TrainRoot, invocation: Invocation) -> StoreReader:
             )
         else:
             _wait_for(lambda: is_complete(path), ON_DEMAND_SECONDS, f"rank 0 to finish the store {path}")
-    suffix = "" if default else f" store={path}"
+    suffix = "" if default else " " + shlex.quote(f"store={path}")
     return StoreReader(path, extract_command=f"{command}{suffix}")
 
 

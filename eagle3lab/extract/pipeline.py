@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,22 +18,22 @@ from eagle3lab.config.schema import (
     LastState,
     ModelConfig,
 )
-from eagle3lab.engines.base import Engine, EngineError, SecondOpinion
+from eagle3lab.engines.base import Engine, EngineError
 from eagle3lab.engines.request import EngineRequest
 from eagle3lab.engines.select import DTYPES, build_engine, pick_backend, pick_device
-from eagle3lab.extract.alignment import SelfTestReport, tolerance_for
 from eagle3lab.extract.capture import capture_shards, timed
 from eagle3lab.extract.disk_need import describe_disk, disk_bytes, state_bytes
 from eagle3lab.extract.progress import CaptureProgress, say
 from eagle3lab.extract.reference import Reference, reference_forward
-from eagle3lab.extract.regenerate import copy_answers, refuse_other_kind, regenerate_rows
+from eagle3lab.extract.regenerate import Regenerated, copy_answers, refuse_other_kind, regenerate_rows
 from eagle3lab.extract.report import ExtractReport, append_log, lost_rows_error
-from eagle3lab.extract.second_opinion import compare_captures, engine_references, reference_fits
-from eagle3lab.extract.self_test import MAX_TOKENS, STORE_DTYPES, sample_indices, self_test_engine
+from eagle3lab.extract.second_opinion import reference_fits
+from eagle3lab.extract.self_test import MAX_TOKENS, sample_indices, self_test_capture
 from eagle3lab.rows.build import build_rows
 from eagle3lab.rows.rows import Row, RowSet
 from eagle3lab.rows.sample import describe_sample
 from eagle3lab.rows.tokenizer import load_tokenizer
+from eagle3lab.store.claim import refuse_foreign
 from eagle3lab.store.disk import check_free_space
 from eagle3lab.store.manifest import Manifest, VerifierIdentity, is_store, read_manifest
 from eagle3lab.store.merge import part_directory
@@ -40,9 +41,8 @@ from eagle3lab.store.plan import rows_of_part
 from eagle3lab.store.shards import DTYPES as STATE_DTYPES
 from eagle3lab.store.writer import StoreWriter
 from eagle3lab.verifier.facts import VerifierFacts, read_facts, weight_fingerprint
-from eagle3lab.verifier.layer_ids import check_aux_layer_ids, default_aux_layer_ids
 from eagle3lab.verifier.locate import locate_verifier
-from eagle3lab.verifier.weights import load_edge_weights
+from eagle3lab.verifier.shapes import layer_ids_of
 
 
 def extract_store(
@@ -66,32 +66,17 @@ def extract_store(
     with timed(seconds, "fetch"):
         path = locate_verifier(model)
     facts = read_facts(path)
-    layer_ids = resolve_layer_ids(model, extract, facts)
+    layer_ids = layer_ids_of(extract.layer_ids, "extract.layer_ids", model, facts.num_layers)
     whole, store = store, part_directory(store, extract.part, extract.num_parts)
     for directory in dict.fromkeys((store, whole)):
+        refuse_foreign(directory)
         refuse_other_kind(directory, data.regenerate)
-    regenerated = None
-    if data.regenerate:
-        regenerated = regenerate_rows(
-            model=model,
-            data=data,
-            extract=extract,
-            hardware=hardware,
-            facts=facts,
-            store=whole,
-            console=console,
-            seconds=seconds,
-        )
-        rowset = regenerated.rowset
-        say(console, regenerated.generated.describe(len(rowset.rows)))
-        if store != whole:
-            copy_answers(whole, store)
-    else:
-        with timed(seconds, "rows"):
-            rowset = build_rows(data, model, facts, num_workers=extract.num_render_workers)
+    rowset, regenerated = _make_rows(model, data, extract, hardware, facts, whole, console, seconds)
+    if regenerated and store != whole:
+        copy_answers(whole, store)
     manifest = plan_manifest(model, facts, rowset, layer_ids, extract.dtype.value, extract.last_state)
     manifest = replace(manifest, part=extract.part, num_parts=extract.num_parts)
-    if regenerated is not None:
+    if regenerated:
         manifest.row_settings |= regenerated.row_settings
     own = rows_of_part(rowset.rows, extract.shard_tokens, extract.part, extract.num_parts)
     num_tokens = sum(len(row.input_ids) for row in own)
@@ -108,30 +93,78 @@ def extract_store(
     say(console, describe_disk(store, pending, manifest))
     check_free_space(store, disk_bytes(pending, manifest))
 
-    lengths = [len(row.input_ids) for row in rowset.rows]
-    samples = [rowset.rows[i].input_ids[:MAX_TOKENS] for i in sample_indices(lengths, extract.self_test_rows)]
     request = EngineRequest(
         path,
         facts,
         model,
         DTYPES[hardware.precision],
         pick_device(hardware),
-        max_len=max(lengths),
+        max_len=max(len(row.input_ids) for row in rowset.rows),
         batch_tokens=extract.batch_tokens,
         parallel=hardware.engine,
         layer_ids=layer_ids,
         scratch_dir=Path(extract.scratch_dir) if extract.scratch_dir else None,
     )
-    references = _references(extract.backend, request, samples, seconds)
-    with timed(seconds, "load"):
+    _run_engine(request, extract, rowset, manifest, report, console)
+    append_log(report)
+    if report.lost:
+        raise lost_rows_error(report)
+    return report
+
+
+def _make_rows(
+    model: ModelConfig,
+    data: DataConfig,
+    extract: ExtractorConfig,
+    hardware: HardwareConfig,
+    facts: VerifierFacts,
+    whole: Path,
+    console: Console,
+    seconds: dict[str, float],
+) -> tuple[RowSet, Regenerated | None]:
+    """The rows of the data, or those of the verifier's own answers, which lie in the store `whole`."""
+    if not data.regenerate:
+        with timed(seconds, "rows"):
+            return build_rows(data, model, facts, num_workers=extract.num_render_workers), None
+    regenerated = regenerate_rows(
+        model=model,
+        data=data,
+        extract=extract,
+        hardware=hardware,
+        facts=facts,
+        store=whole,
+        console=console,
+        seconds=seconds,
+    )
+    say(console, regenerated.generated.describe(len(regenerated.rowset.rows)))
+    return regenerated.rowset, regenerated
+
+
+def _run_engine(
+    request: EngineRequest,
+    extract: ExtractorConfig,
+    rowset: RowSet,
+    manifest: Manifest,
+    report: ExtractReport,
+    console: Console,
+) -> None:
+    """Load the engine, prove that its states are the verifier's, and capture what the store lacks."""
+    lengths = [len(row.input_ids) for row in rowset.rows]
+    samples = [rowset.rows[i].input_ids[:MAX_TOKENS] for i in sample_indices(lengths, extract.self_test_rows)]
+    references = _references(extract.backend, request, samples, report.seconds)
+    with timed(report.seconds, "load"):
         engine = build_engine(extract.backend, request)
     try:
-        with timed(seconds, "self_test"):
-            report.self_test = _self_test(engine, references, samples, request, manifest.dtype, console)
+        with timed(report.seconds, "self_test"):
+            report.self_test = self_test_capture(
+                engine, references, samples, request, manifest.dtype, console
+            )
             del references
         manifest = replace(manifest, engine={"name": engine.name, **engine.versions()})
-        with StoreWriter(store, manifest, rowset.rows, extract.shard_tokens, rowset.user_turns) as writer:
-            _capture(engine, writer, layer_ids, extract.batch_tokens, report, console)
+        with StoreWriter(
+            report.store, manifest, rowset.rows, extract.shard_tokens, rowset.user_turns
+        ) as writer:
+            _capture(engine, writer, request.layer_ids, extract.batch_tokens, report, console)
             if not report.lost:
                 writer.finish()
     except EngineError as error:
@@ -144,16 +177,6 @@ def extract_store(
         ) from error
     finally:
         engine.close()
-    append_log(report)
-    if report.lost:
-        raise lost_rows_error(report)
-    return report
-
-
-def resolve_layer_ids(model: ModelConfig, extract: ExtractorConfig, facts: VerifierFacts) -> tuple[int, ...]:
-    """`extract.layer_ids`, else the model's, else the default rule; checked against the verifier."""
-    ids = extract.layer_ids or model.aux_layer_ids
-    return check_aux_layer_ids(ids, facts.num_layers) if ids else default_aux_layer_ids(facts.num_layers)
 
 
 def verifier_identity(facts: VerifierFacts, name: str) -> VerifierIdentity:
@@ -214,7 +237,7 @@ def _open_existing(
 def _part_line(whole: Path, part: int, num_parts: int, num_rows: int, num_all: int) -> str:
     return (
         f"part {part} of {num_parts}: {num_rows:,} of {num_all:,} rows. When all parts are there, join them: "
-        f"python -m eagle3lab store merge {whole}"
+        f"python -m eagle3lab store merge {shlex.quote(str(whole))}"
     )
 
 
@@ -234,44 +257,6 @@ def _references(
             device=request.device,
             trust_remote_code=request.model.trust_remote_code,
         )
-
-
-def _self_test(
-    engine: Engine,
-    references: Sequence[Reference] | None,
-    samples: Sequence[Sequence[int]],
-    request: EngineRequest,
-    stored_dtype: str,
-    console: Console,
-) -> SelfTestReport:
-    """The engine's states against a plain transformers forward and against its own second capture.
-
-    Without references (the verifier does not fit a second time) the second capture stands in for them.
-    """
-    facts, layer_ids, dtype = request.facts, request.layer_ids, request.dtype
-    by_itself = references is None
-    edge = load_edge_weights(facts, parts=("embedding", "head", "norm") if by_itself else ("head", "norm"))
-    if references is None:
-        if not isinstance(engine, SecondOpinion):
-            raise ValueError(f"engine {engine.name!r} has no second capture and there is no reference")
-        references = engine_references(engine, samples, facts, edge)
-        say(console, "the verifier does not fit beside the engine: the self-test uses hooks in the engine")
-    report = self_test_engine(
-        engine,
-        references,
-        layer_ids,
-        facts,
-        edge,
-        compute_dtype=dtype,
-        store_dtype=STORE_DTYPES[stored_dtype],
-    )
-    say(console, f"alignment self-test passed: {report}")
-    if not by_itself:
-        errors = compare_captures(engine, samples, layer_ids, facts, tolerance_for(dtype, dtype))
-        if errors:
-            figures = ", ".join(f"{name}: {error:.1e}" for name, error in errors.items())
-            say(console, f"second capture by hooks agrees, largest relative error {{{figures}}}")
-    return report
 
 
 def _capture(

@@ -30,6 +30,7 @@ from eagle3lab.extract.report import ExtractReport, append_log, lost_answers_err
 from eagle3lab.rows.build import Built, Recipe, assemble_rows, make_recipe, refuse_faults
 from eagle3lab.rows.dialogue import Dialogue
 from eagle3lab.rows.readers import read_conversations
+from eagle3lab.rows.render import part_separator, template_arguments
 from eagle3lab.rows.rows import Conversation, RowSet, canonical_json, sha256_text
 from eagle3lab.rows.split import num_prefixes
 from eagle3lab.rows.tokenizer import (
@@ -77,9 +78,10 @@ def regenerate_rows(
         IntegrityError: damaged answers, or answers that are not those of the store.
     """
     with timed(seconds, "rows"):
-        conversations, account = read_conversations(data)
-        refuse_faults(account, data.strict)
         tokenizer = load_tokenizer(model, facts.path)
+        separator = part_separator(tokenizer, template_arguments(tokenizer, model))
+        conversations, account = read_conversations(data, separator)
+        refuse_faults(account, data.strict)
         recipe = make_recipe(data, model, facts, tokenizer)
         prefixes = num_prefixes(conversations)
         if prefixes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from eagle3lab.config.errors import IntegrityError, Problem
 from eagle3lab.engines.base import Engine, SecondOpinion, check_states
 from eagle3lab.extract.alignment import Tolerance, relative_errors
 from eagle3lab.extract.reference import Reference
+from eagle3lab.verifier.checkpoint import tensor_index
 from eagle3lab.verifier.facts import VerifierFacts
 from eagle3lab.verifier.weights import EdgeWeights
 
@@ -39,18 +39,9 @@ def forward_fits(path: Path, dtype: torch.dtype, device: str) -> bool:
 
 
 def weight_bytes(path: Path, dtype: torch.dtype) -> int:
-    """Bytes of all weights in `dtype`, from the headers of the safetensors files; packed ones count unpacked."""
-    total = 0
-    for file in sorted(path.glob("*.safetensors")):
-        with open(file, "rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))
-        total += sum(
-            math.prod(entry["shape"]) * _PACKED.get(entry["dtype"], 1)
-            for name, entry in header.items()
-            if name != "__metadata__"
-        )
-    return total * dtype.itemsize
+    """Bytes of all weights in `dtype`, from the headers of the checkpoint's files; packed ones count unpacked."""
+    tensors = tensor_index(path).values()
+    return sum(math.prod(t.shape) * _PACKED.get(t.dtype, 1) for t in tensors) * dtype.itemsize
 
 
 def free_bytes(device: str) -> int:

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from eagle3lab.config.errors import IntegrityError, Problem, UserError
-from eagle3lab.engines.base import Engine, States, check_states
+from eagle3lab.engines.base import Engine, SecondOpinion, States, check_states
+from eagle3lab.engines.request import EngineRequest
 from eagle3lab.extract.alignment import SelfTestReport, Tolerance, measure, tolerance_for
 from eagle3lab.extract.diagnose import diagnose
 from eagle3lab.extract.next_tokens import measure_next_tokens, require_next_tokens
+from eagle3lab.extract.progress import say
 from eagle3lab.extract.reference import Reference, reference_forward
-from eagle3lab.extract.second_opinion import forward_fits
+from eagle3lab.extract.second_opinion import compare_captures, engine_references, forward_fits
 from eagle3lab.store.fp8 import FP8, dequantize, quantize
 from eagle3lab.store.last_states import kept_positions
 from eagle3lab.store.reader import StoreReader
@@ -66,6 +69,44 @@ def self_test_engine(
         where=f"engine {engine.name!r}",
         fix="extract.backend=hf, or another version of the engine; nothing was written",
     )
+
+
+def self_test_capture(
+    engine: Engine,
+    references: Sequence[Reference] | None,
+    samples: Sequence[Sequence[int]],
+    request: EngineRequest,
+    stored_dtype: str,
+    console: Console,
+) -> SelfTestReport:
+    """The engine's states against a plain transformers forward and against its own second capture.
+
+    Without references (the verifier does not fit a second time) the second capture stands in for them.
+    """
+    facts, layer_ids, dtype = request.facts, request.layer_ids, request.dtype
+    by_itself = references is None
+    edge = load_edge_weights(facts, parts=("embedding", "head", "norm") if by_itself else ("head", "norm"))
+    if references is None:
+        if not isinstance(engine, SecondOpinion):
+            raise ValueError(f"engine {engine.name!r} has no second capture and there is no reference")
+        references = engine_references(engine, samples, facts, edge)
+        say(console, "the verifier does not fit beside the engine: the self-test uses hooks in the engine")
+    report = self_test_engine(
+        engine,
+        references,
+        layer_ids,
+        facts,
+        edge,
+        compute_dtype=dtype,
+        store_dtype=STORE_DTYPES[stored_dtype],
+    )
+    say(console, f"alignment self-test passed: {report}")
+    if not by_itself:
+        errors = compare_captures(engine, samples, layer_ids, facts, tolerance_for(dtype, dtype))
+        if errors:
+            figures = ", ".join(f"{name}: {error:.1e}" for name, error in errors.items())
+            say(console, f"second capture by hooks agrees, largest relative error {{{figures}}}")
+    return report
 
 
 def as_stored(states: Tensor, store_dtype: torch.dtype, hidden_size: int) -> Tensor:
@@ -123,16 +164,12 @@ def self_test_store(
     facts: VerifierFacts,
     *,
     num_rows: int = 2,
-    dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     trust_remote_code: bool = False,
 ) -> SelfTestReport:
-    """Hold sampled rows of a store against a fresh forward of the verifier in `path`.
+    """Hold sampled rows of a store against a fresh fp32 forward of the verifier in `path`.
 
-    Last states are tested where the store keeps them.
-
-    Args:
-        dtype: of the reference forward; the bounds follow the coarser of it, the store's engine and storage.
+    Last states are tested where the store keeps them. The bounds follow the coarser of its engine and its storage.
     Raises:
         IntegrityError: with the measured errors and the suspect.
         UserError: the store keeps no last state at all.
@@ -143,12 +180,12 @@ def self_test_store(
         path,
         facts,
         [states.token_ids.tolist() for states in samples],
-        dtype=dtype,
+        dtype=torch.float32,
         device=device,
         trust_remote_code=trust_remote_code,
     )
     engine_dtype = STORE_DTYPES.get(manifest.engine.get("dtype", "float32"), torch.bfloat16)
-    compute = torch.float32 if dtype == engine_dtype == torch.float32 else torch.bfloat16
+    compute = torch.float32 if engine_dtype == torch.float32 else torch.bfloat16
     return check_alignment(
         samples,
         references,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.config.schema import DataConfig, ModelConfig, TooLong
 from eagle3lab.rows.readers import read_conversations
-from eagle3lab.rows.render import template_arguments
+from eagle3lab.rows.render import part_separator, template_arguments
 from eagle3lab.rows.rows import (
     REASONS_WITHOUT_FAULT,
     Accounting,
@@ -85,9 +85,10 @@ def build_rows(
     Raises UserError for unusable input, for the first faulty conversation with `data.strict`, and
     when no conversation gives a row.
     """
-    conversations, account = read_conversations(data)
-    refuse_faults(account, data.strict)
     tokenizer = load_tokenizer(model, facts.path)
+    separator = part_separator(tokenizer, template_arguments(tokenizer, model))
+    conversations, account = read_conversations(data, separator)
+    refuse_faults(account, data.strict)
     recipe = make_recipe(data, model, facts, tokenizer)
     prefixes = num_prefixes(conversations)
     if prefixes:

@@ -8,18 +8,15 @@ reasoning, text that tokenizes otherwise) has a row of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from eagle3lab.rows.build import Built, Recipe, add_row
-from eagle3lab.rows.render import Refused, decode, encode, render_text
+from eagle3lab.rows.render import Message, Refused, decode, encode, render_text
 from eagle3lab.rows.rows import Conversation
 from eagle3lab.rows.tokenizer import Tokenizer
 from eagle3lab.rows.turns import Completion, group_turns, note_contents
 from eagle3lab.store.identity import ids_sha256
-
-Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,9 @@ def resolve(spec: str) -> Path:
     return Path(spec).expanduser()
 
 
-def check_paths(specs: list[str], key: str = "data.paths") -> list[Problem]:
+def check_paths(specs: list[str]) -> list[Problem]:
     """Everything that is wrong with the list of files, without reading them."""
+    key = "data.paths"
     if not specs:
         return [Problem(f"{key} names no file", fix=f"{key}=[conversations.jsonl]")]
     problems = []

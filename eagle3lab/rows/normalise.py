@@ -26,6 +26,7 @@ ALIASES = {
     "bing": "assistant",
     "bard": "assistant",
 }
+ENGINE_SEPARATOR = "\n"  # between the text parts of a message, where the template takes one text: vLLM's
 TURN_KEYS = {"role", "from", "content", "value"}
 
 
@@ -53,9 +54,14 @@ def check_role_map(role_map: Mapping[str, str]) -> list[Problem]:
 
 
 def normalise(
-    record: Any, source: str, form: DataFormat, roles: Mapping[str, str], unknown_roles: Counter[str]
+    record: Any,
+    source: str,
+    form: DataFormat,
+    roles: Mapping[str, str],
+    unknown_roles: Counter[str],
+    part_separator: str = ENGINE_SEPARATOR,
 ) -> tuple[Conversation, Counter[str]]:
-    """The conversation and what was repaired in it, by reason.
+    """The conversation and what was repaired in it, by reason. `part_separator`: see `render.part_separator`.
 
     Raises `Rejected` with the reason of the drop. Roles that `roles` lacks are also counted in
     `unknown_roles`, all of the record's at once, so that one message can name them all.
@@ -68,8 +74,9 @@ def normalise(
     if strangers:
         unknown_roles.update(strangers)
         raise Rejected("unknown_role", ", ".join(dict.fromkeys(strangers)))
-    messages = [_message(turn, roles, repaired) for turn in turns]
-    system = "" if record.get("system") is None else _content({"content": record["system"]}, repaired)
+    messages = [_message(turn, roles, part_separator, repaired) for turn in turns]
+    given = {"content": record.get("system")}
+    system = "" if given["content"] is None else _content(given, part_separator, repaired)
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
         repaired["system_from_record"] += 1
@@ -120,8 +127,11 @@ def _role(turn: Any) -> str:
     return role
 
 
-def _message(turn: dict[str, Any], roles: Mapping[str, str], repaired: Counter[str]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": roles[_role(turn)], "content": _content(turn, repaired)}
+def _message(
+    turn: dict[str, Any], roles: Mapping[str, str], part_separator: str, repaired: Counter[str]
+) -> dict[str, Any]:
+    content = _content(turn, part_separator, repaired)
+    message: dict[str, Any] = {"role": roles[_role(turn)], "content": content}
     for key, value in turn.items():
         if key == "tool_calls" and value not in (None, []):  # an engine leaves an empty list out
             message[key] = _tool_calls(value, repaired)
@@ -130,7 +140,7 @@ def _message(turn: dict[str, Any], roles: Mapping[str, str], repaired: Counter[s
     return message
 
 
-def _content(turn: Mapping[str, Any], repaired: Counter[str]) -> str:
+def _content(turn: Mapping[str, Any], part_separator: str, repaired: Counter[str]) -> str:
     content = _either(turn, "content", "value")
     if content is None:
         repaired["null_content"] += 1
@@ -141,7 +151,7 @@ def _content(turn: Mapping[str, Any], repaired: Counter[str]) -> str:
         if len(texts) < len(parts):
             raise Rejected("not_text", "a content part that is not text")
         repaired["content_parts_joined"] += 1
-        return "".join(texts)
+        return part_separator.join(text for text in texts if text)
     if not isinstance(content, str):
         raise Rejected("bad_message", f"content is a JSON {type(content).__name__}")
     return content

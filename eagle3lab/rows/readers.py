@@ -11,6 +11,7 @@ from eagle3lab.config.errors import Problem, raise_all
 from eagle3lab.config.schema import DataConfig
 from eagle3lab.rows.files import Record, check_paths, read_file
 from eagle3lab.rows.normalise import (
+    ENGINE_SEPARATOR,
     ROLES,
     Rejected,
     check_role_map,
@@ -23,7 +24,9 @@ from eagle3lab.rows.rows import Accounting, Conversation, canonical_json
 MAX_PROBLEMS = 10
 
 
-def read_conversations(data: DataConfig) -> tuple[list[Conversation], Accounting]:
+def read_conversations(
+    data: DataConfig, part_separator: str = ENGINE_SEPARATOR
+) -> tuple[list[Conversation], Accounting]:
     """Usable conversations of `data.paths`, at most `data.max_conversations` records read.
 
     Files take turns, one record each, so that a limit never starves the later ones; with
@@ -46,7 +49,9 @@ def read_conversations(data: DataConfig) -> tuple[list[Conversation], Accounting
             account.drop("malformed", record.source, record.error)
             continue
         try:
-            conversation, repaired = normalise(record.value, record.source, data.format, roles, unknown_roles)
+            conversation, repaired = normalise(
+                record.value, record.source, data.format, roles, unknown_roles, part_separator
+            )
         except Rejected as rejected:
             account.drop(rejected.reason, record_name(record.value, record.source), rejected.detail)
             continue

@@ -10,6 +10,7 @@ from jinja2 import TemplateSyntaxError
 
 from eagle3lab.config.errors import Problem, UserError
 from eagle3lab.config.schema import ModelConfig
+from eagle3lab.rows.normalise import ENGINE_SEPARATOR
 from eagle3lab.rows.tokenizer import Tokenizer, reads_clock
 
 # Names that rendering itself passes to the template, and those that never reach it: options of apply_chat_template.
@@ -92,6 +93,22 @@ def render_text(
         raise Refused(f"{type(error).__name__}: {error}") from error
     assert isinstance(text, str)
     return text
+
+
+def part_separator(tokenizer: Tokenizer, arguments: Mapping[str, Any]) -> str:
+    """What stands between two text parts of one message in the served prompt.
+
+    vLLM hands the parts to a template that walks them, which then decides itself; for one that takes a text it
+    joins them by `ENGINE_SEPARATOR`, empty parts left out.
+    """
+    texts = ("the-first-part", "the-second-part")
+    message = {"role": "user", "content": [{"type": "text", "text": text} for text in texts]}
+    try:
+        rendered = render_text(tokenizer, [message], arguments, generation_prompt=True)
+    except Refused:
+        return ENGINE_SEPARATOR
+    between, found, _ = rendered.partition(texts[0])[2].partition(texts[1])
+    return between if found and "type" not in between else ENGINE_SEPARATOR
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:

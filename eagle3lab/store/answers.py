@@ -54,7 +54,7 @@ class StoredAnswer:
             numbers = all(type(value) is int for value in (answer.turn, *ids))
             if not (texts and numbers and isinstance(answer.ended, bool) and ids):
                 raise ValueError("a value of another kind")
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(str(error)) from error
         return answer
 
@@ -89,7 +89,7 @@ def read_answers(store: Path) -> Answers | None:
         header = json.loads(lines[0])
         if header.pop("format") != FORMAT or header.pop("format_version") != FORMAT_VERSION:
             raise ValueError(f"not {FORMAT} {FORMAT_VERSION}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IntegrityError(Problem(f"{path} does not begin as a file of answers ({error})")) from error
     by_key: dict[Key, StoredAnswer] = {}
     for number, line in enumerate(lines[1:], 2):

@@ -20,6 +20,22 @@ def claimed(path: Path) -> Iterator[list[str]]:
     Raises UserError when `path` holds something that is no store, or when another process writes it.
     """
     path.mkdir(parents=True, exist_ok=True)
+    refuse_foreign(path)
+    (path / SHARD_DIRECTORY).mkdir(exist_ok=True)
+    notes: list[str] = []
+    problem = Problem(
+        f"another process is writing the store {path}", fix="wait for it, or store=ANOTHER_DIRECTORY"
+    )
+    with locked(path, problem) as is_locked:
+        if not is_locked:
+            notes.append(f"{path} cannot be locked: do not write it from two processes")
+        yield notes
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raise UserError when the directory `path` holds something that is no store's."""
+    if not path.is_dir():
+        return
     ours = {MANIFEST_FILE + TEMPORARY_SUFFIX, SHARD_DIRECTORY}
     ours |= {ANSWERS_FILE, ANSWERS_FILE + TEMPORARY_SUFFIX}
     if (path / ANSWERS_FILE).is_file():  # answers come before the manifest, and lost ones are logged
@@ -33,15 +49,6 @@ def claimed(path: Path) -> Iterator[list[str]]:
                 fix="store=ANOTHER_DIRECTORY",
             )
         )
-    (path / SHARD_DIRECTORY).mkdir(exist_ok=True)
-    notes: list[str] = []
-    problem = Problem(
-        f"another process is writing the store {path}", fix="wait for it, or store=ANOTHER_DIRECTORY"
-    )
-    with locked(path, problem) as is_locked:
-        if not is_locked:
-            notes.append(f"{path} cannot be locked: do not write it from two processes")
-        yield notes
 
 
 def remove_leftovers(path: Path) -> list[str]:

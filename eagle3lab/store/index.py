@@ -14,6 +14,7 @@ from eagle3lab.store.identity import plan_hash
 from eagle3lab.store.manifest import Manifest
 
 INDEX_FILE = "index.jsonl"
+TOKEN_COUNTS_FILE = "token_counts.safetensors"
 SHARD_DIRECTORY = "shards"
 
 
@@ -83,7 +84,7 @@ class ShardEntry:
                 end += row.length
             if end != entry.num_tokens:
                 raise ValueError(f"the rows of {entry.file} have {end} tokens, not {entry.num_tokens}")
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(str(error)) from error
         return entry
 

@@ -149,7 +149,7 @@ def read_manifest(path: Path) -> Manifest:
             if version > 1 and seal != found:
                 raise ValueError(f"it was changed after it was written: its sha256 is {found}, not {seal}")
             return manifest
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IntegrityError(Problem(f"{file} is not the manifest of a store ({error})")) from error
     raise UserError(
         Problem(

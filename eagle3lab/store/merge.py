@@ -13,11 +13,17 @@ from eagle3lab.config.errors import IntegrityError, Problem, UserError, raise_al
 from eagle3lab.store.answers import answers_files
 from eagle3lab.store.claim import claimed, remove_leftovers
 from eagle3lab.store.files import sha256_of, write_atomically
-from eagle3lab.store.index import INDEX_FILE, ShardEntry, check_totals, read_index, write_index
+from eagle3lab.store.index import (
+    INDEX_FILE,
+    TOKEN_COUNTS_FILE,
+    ShardEntry,
+    check_totals,
+    read_index,
+    write_index,
+)
 from eagle3lab.store.manifest import Manifest, is_store, read_manifest, write_manifest
 from eagle3lab.store.trained_on import TRAINED_ON_FILE
 
-TOKEN_COUNTS_FILE = "token_counts.safetensors"
 _IN_COMMON = [f.name for f in fields(Manifest) if f.name not in ("part", "complete", "checksums")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from eagle3lab.config.errors import IntegrityError, Problem, UserError
 from eagle3lab.store.checks import check_states, slot_names
 from eagle3lab.store.files import sha256_of
 from eagle3lab.store.identity import row_id_of
-from eagle3lab.store.index import ShardEntry, check_totals, read_index, shard_file
+from eagle3lab.store.index import TOKEN_COUNTS_FILE, ShardEntry, check_totals, read_index, shard_file
 from eagle3lab.store.last_states import kept_positions, spread
 from eagle3lab.store.manifest import Manifest, is_store, read_manifest
 from eagle3lab.store.shards import (
@@ -28,7 +29,6 @@ from eagle3lab.store.shards import (
     LAST_KEPT,
     LOSS_MASK,
     TOKEN_COUNTS,
-    TOKEN_COUNTS_FILE,
     check_header,
     check_stored_scales,
     decode,
@@ -76,7 +76,7 @@ class StoreReader:
         self._shards: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
         self._process = os.getpid()
         self._lock = Lock()
-        command = extract_command or f"python extract.py store={self.path}"
+        command = extract_command or shlex.join(["python", "extract.py", f"store={self.path}"])
         if not is_store(self.path):
             raise UserError(
                 Problem(

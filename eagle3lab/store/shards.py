@@ -31,7 +31,6 @@ LAST = "verifier_last_hidden_states"
 AUX_SCALES = "aux_scales"
 LAST_SCALES = "verifier_last_scales"
 LAST_KEPT = "verifier_last_kept"  # in no file: follows from the loss mask
-TOKEN_COUNTS_FILE = "token_counts.safetensors"
 TOKEN_COUNTS = "token_counts"
 # a store's dtype -> that of the states which the writer takes and the reader gives
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, FLOAT8: torch.bfloat16}

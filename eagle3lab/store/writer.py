@@ -23,6 +23,7 @@ from eagle3lab.store.files import sha256_of, write_bytes
 from eagle3lab.store.identity import plan_hash, row_id_of
 from eagle3lab.store.index import (
     INDEX_FILE,
+    TOKEN_COUNTS_FILE,
     RowEntry,
     ShardEntry,
     append_entry,
@@ -47,7 +48,6 @@ from eagle3lab.store.shards import (
     LAST,
     LOSS_MASK,
     TOKEN_COUNTS,
-    TOKEN_COUNTS_FILE,
     check_header,
     encode,
     write_shard,

@@ -1,8 +1,8 @@
-"""Puts an `Eagle3Module` together from a run's parts: what depends on device and precision is decided here."""
+"""Puts a run's data and its `Eagle3Module` together: what depends on device and precision is decided here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from eagle3lab.config.schema import (
     LossConfig,
     OptimConfig,
     Precision,
+    TrainerConfig,
     TrainingStep,
 )
 from eagle3lab.data.noise import build_noise
@@ -29,11 +30,13 @@ from eagle3lab.draft.pruned.step import check_prunable
 from eagle3lab.draft.speculators_model import speculators_loss
 from eagle3lab.draft.ttt import LossRecorder
 from eagle3lab.draft.vocabulary import DraftVocabulary
+from eagle3lab.store.reader import StoreReader
 from eagle3lab.verifier.weights import EdgeWeights
 
 from .datamodule import Eagle3DataModule
 from .module import Eagle3Module
 from .run_plan import RunPlan
+from .work import work_counter
 
 
 def pack_preparer(draft: DraftConfig, hardware: HardwareConfig) -> Callable[[Batch], dict[str, Any]] | None:
@@ -42,6 +45,30 @@ def pack_preparer(draft: DraftConfig, hardware: HardwareConfig) -> Callable[[Bat
         return None
     on_cuda = hardware.accelerator is Accelerator.cuda
     return plan_preparer(draft, cuda=on_cuda, flex=on_cuda and hardware.attention is Attention.flex)
+
+
+def build_data(
+    store: StoreReader,
+    aux_layer_ids: Sequence[int],
+    hardware: HardwareConfig,
+    train: TrainerConfig,
+    draft: DraftConfig,
+    loss: LossConfig,
+    noise: NoiseConfig,
+) -> Eagle3DataModule:
+    """The store's rows in packs, with what the module of `build_module` needs of each beside it."""
+    return Eagle3DataModule(
+        store,
+        seq_len=train.seq_len,
+        seed=train.seed,
+        aux_layer_ids=aux_layer_ids,
+        num_threads=hardware.num_loader_threads,
+        supervision=loss.supervision,
+        data_share=train.data_share,
+        noise=noise,
+        prepare=pack_preparer(draft, hardware),
+        count_work=work_counter(draft),
+    )
 
 
 def build_module(

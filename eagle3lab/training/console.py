@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from eagle3lab.config.selection import STEP
+
 _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -50,7 +52,7 @@ def interval_line(
 def validation_line(figures: Mapping[str, float], num_updates: int, domains: Sequence[str] = ()) -> str:
     """One validation: loss, simulated acceptance length and its parts, coverage; acceptance by decoding where
     it was measured; simulated acceptance length by domain where there are several."""
-    parts = [value for name, value in figures.items() if name.startswith("val/acceptance_step")]
+    parts = [value for name, value in figures.items() if name.startswith(STEP)]
     real = figures.get("val/real_acceptance_length")
     return (
         f"update {figures['update']:.0f}/{num_updates}  validation  loss {figures['val/loss']:.4f}  "

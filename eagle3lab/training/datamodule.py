@@ -92,7 +92,8 @@ class Eagle3DataModule(LightningDataModule):
         Raises `UserError` when the store has no training rows or a row does not fit a pack.
         """
         if len(self.train_data) == 0:
-            fix = "data.validation_share=0.05" if self.data_share == 1 else "train.data_share=1"
+            again = "extract.py again into another store=DIRECTORY, with data.validation_share=0.05"
+            fix = again if self.data_share == 1 else "train.data_share=1"
             raise UserError(Problem("the store has no training rows", fix=fix))
         sampler = PackBatchSampler(self.train_data.lengths, self.seq_len, seed=self.seed)
         self._plan = RunPlan(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eagle3lab.config.selection import REAL, SIMULATED
+from eagle3lab.config.selection import REAL, SIMULATED, STEP
 from eagle3lab.draft.ttt import TTTOutput
 
 INTERVAL_NAMES = (
@@ -160,7 +160,7 @@ def validation_figures(sums: Mapping[str, Sequence[float]], step_decay: float) -
         figures["val/loss"] += step_decay**k * step_loss
         figures[f"val/loss_step{k}"] = step_loss
         figures[f"val/accuracy_step{k}"] = _share(sums["correct"][k], total)
-        figures[f"val/acceptance_step{k}"] = _share(prefix, starts)
+        figures[f"{STEP}{k}"] = _share(prefix, starts)
         figures[f"val/conditional_accuracy_step{k}"] = _share(prefix, before)
         length += _share(prefix, starts)
         before = prefix

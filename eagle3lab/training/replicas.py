@@ -34,6 +34,15 @@ def num_replicas(hardware: HardwareConfig) -> int:
                 "--rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29400 train.py ..., or hardware.num_nodes=1",
             )
         )
+    if not launcher and _number("WORLD_SIZE") not in (None, devices * hardware.num_nodes):
+        raise UserError(
+            Problem(
+                "WORLD_SIZE is set, but neither by torchrun nor for the devices of hardware",
+                _number("WORLD_SIZE"),
+                f"{devices * hardware.num_nodes}",
+                "torchrun --nproc_per_node DEVICES train.py ..., or unset WORLD_SIZE RANK",
+            )
+        )
     if on_node is not None and on_node != devices:
         raise UserError(
             Problem(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 from eagle3lab.config.loss_text import describe_loss
@@ -104,7 +105,7 @@ def closing_lines(
     best = summary.best_validation or summary.last_validation
     model = f"model={model_option}"
     if cfg.model.source is VerifierSource.local:
-        model += f" model.name={cfg.model.name} model.path={cfg.model.path}"
+        model += " " + shlex.join([f"model.name={cfg.model.name}", f"model.path={cfg.model.path}"])
     simulated, real = best.get(SIMULATED), best.get(REAL)
     first = summary.first_update_seconds
     first_text = f" (the first one {first:,.1f} s after the command)" if first else ""
@@ -132,15 +133,17 @@ def closing_lines(
     if real is not None:
         lines.append(f"real acceptance length {real:.3f} (by decoding the prompts of train.acceptance)")
     lines += [
-        f"serve     vllm serve {cfg.model.path or 'VERIFIER'} --speculative-config '{serve}'"
+        f"serve     vllm serve {shlex.quote(cfg.model.path or 'VERIFIER')} --speculative-config {shlex.quote(serve)}"
         + _engine_options(cfg.model, architecture),
-        f"evaluate  python evaluate.py draft={run_dir / 'draft'} {model}",
+        f"evaluate  python evaluate.py {shlex.quote(f'draft={run_dir}/draft')} {model}",
     ]
     return "\n".join(lines)
 
 
 def _engine_options(model: ModelConfig, architecture: str) -> str:
-    """What this verifier needs of vLLM beside the draft."""
+    """What this verifier needs of vLLM beside the draft, to be served as it was trained for."""
     options = " --trust-remote-code" if model.trust_remote_code else ""
+    if model.template_args:
+        options += f" --default-chat-template-kwargs {shlex.quote(json.dumps(model.template_args))}"
     overrides = architecture_overrides(architecture)
     return options + (f" --hf-overrides '{json.dumps(overrides)}'" if overrides else "")

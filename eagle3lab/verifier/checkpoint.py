@@ -46,14 +46,7 @@ def tensor_index(path: Path) -> dict[str, TensorEntry]:
         return _merged(_files_without_index(path))
     missing = sorted({f for f in weight_map.values() if not (path / f).is_file()})
     if missing:
-        raise UserError(
-            Problem(
-                f"{path / INDEX_NAME} names {len(missing)} files that are not there",
-                ", ".join(missing[:3]),
-                "the complete checkpoint",
-                "download the missing files, or point model.path at a complete copy",
-            )
-        )
+        raise _incomplete(f"{path / INDEX_NAME} names {len(missing)} files that are not there", missing)
     held = _merged([path / f for f in sorted(set(weight_map.values()))])
     wrong = sorted(n for n, f in weight_map.items() if n not in held or held[n].file.name != Path(f).name)
     if wrong:
@@ -102,7 +95,7 @@ def read_header(file: Path) -> list[TensorEntry]:
         entries = [
             _entry(file, name, value, 8 + length) for name, value in header.items() if name != "__metadata__"
         ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IntegrityError(Problem(f"{file} has an unreadable safetensors header", str(error))) from error
     needed = max((e.end for e in entries), default=8 + length)
     if needed != size:
@@ -125,7 +118,7 @@ def _weight_map(path: Path) -> dict[str, str] | None:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IntegrityError(Problem(f"{index} is not an index of safetensors files", str(error))) from error
 
 
@@ -144,14 +137,8 @@ def _files_without_index(path: Path) -> list[Path]:
         )
     absent = [f.name for f in files if not f.is_file()]
     if absent:
-        raise UserError(
-            Problem(
-                f"{len(absent)} of the weight files in {path} are links to nothing, or no files",
-                ", ".join(absent[:3]),
-                "the complete checkpoint",
-                "download the missing files, or point model.path at a complete copy",
-            )
-        )
+        what = f"{len(absent)} of the weight files in {path} are links to nothing, or no files"
+        raise _incomplete(what, absent)
     numbered = [m for f in files if (m := _SHARD_NUMBER.search(f.name))]
     totals = {int(m[2]) for m in numbered}
     if len(totals) == 1 and len(numbered) != (total := totals.pop()):
@@ -161,6 +148,11 @@ def _files_without_index(path: Path) -> list[Path]:
             )
         )
     return files
+
+
+def _incomplete(what: str, missing: list[str]) -> UserError:
+    fix = "download the missing files, or point model.path at a complete copy"
+    return UserError(Problem(what, ", ".join(missing[:3]), "the complete checkpoint", fix))
 
 
 def _merged(files: list[Path]) -> dict[str, TensorEntry]:

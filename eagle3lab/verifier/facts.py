@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,19 @@ PLUS_ONE_NORM_TYPES = frozenset(
 )
 # Model types that tie head and embedding unless config.json says otherwise.
 _TIED_BY_DEFAULT = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma"})
+
+# What published files leave to the class of their type (gemma-3-4b-it states neither heads nor vocabulary).
+_LEFT_OUT: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+    },
+}
 
 # Keys with a neutral value: anything else changes logits after the head, which `verifier_logits` and
 # the draft's training target would silently leave out.
@@ -115,7 +129,7 @@ class _Keys:
             return default
         value = None if name is None else self.values[name]
         right_kind = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-        if not right_kind or value <= 0:  # type: ignore[operator]
+        if not right_kind or not 0 < value < math.inf:  # type: ignore[operator]
             what = f"{self.where} has no {names[0]}" if name is None else f"{self.where}: {name}"
             self.problems.append(Problem(what, value, expected))
             return 1
@@ -160,6 +174,8 @@ def read_facts(path: Path) -> VerifierFacts:
         keys.problems.append(Problem(f"{keys.where}: architectures", architectures, "a list of class names"))
         architectures = [""]
     tied = _first(config.get("tie_word_embeddings"), text.get("tie_word_embeddings"))
+    if tied is not None and not isinstance(tied, bool):
+        keys.problems.append(Problem(f"{keys.where}: tie_word_embeddings", tied, "true, false or null"))
     ids = [generation, config, text]
     facts = VerifierFacts(
         path=path,
@@ -177,10 +193,10 @@ def read_facts(path: Path) -> VerifierFacts:
         rope_parameters=_rope(text, keys),
         tie_word_embeddings=model_type in _TIED_BY_DEFAULT if tied is None else bool(tied),
         norm_offset=1.0 if model_type in PLUS_ONE_NORM_TYPES else 0.0,
-        bos_token_id=_first(*(part.get("bos_token_id") for part in ids)),
+        bos_token_id=_token("bos_token_id", ids, keys),
         eos_token_ids=_end_tokens((text, config, generation), keys),
-        pad_token_id=_first(*(part.get("pad_token_id") for part in ids)),
-        config_hash=_canonical_hash(config),
+        pad_token_id=_token("pad_token_id", ids, keys),
+        config_hash=_canonical_hash(config, keys.where),
         kv_lora_rank=text.get("kv_lora_rank"),
         qk_rope_head_dim=text.get("qk_rope_head_dim"),
     )
@@ -204,7 +220,7 @@ def read_json(directory: Path, name: str, *, required: bool = True) -> dict[str,
         raise UserError(Problem(f"the verifier's directory has no {name}", str(directory), wanted, fix))
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(Problem(f"{file} is not JSON", str(error), "a JSON object")) from error
     if not isinstance(values, dict):
         raise UserError(Problem(f"{file} holds a {type(values).__name__}", None, "a JSON object"))
@@ -212,10 +228,9 @@ def read_json(directory: Path, name: str, *, required: bool = True) -> dict[str,
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    for name in _TEXT_PARTS:
-        if isinstance(config.get(name), dict):
-            return config[name]
-    return config
+    parts = (config.get(name) for name in _TEXT_PARTS)
+    text = next((part for part in parts if isinstance(part, dict)), config)
+    return {**_LEFT_OUT.get(str(text.get("model_type")), {}), **text}
 
 
 def _rope(text: Mapping[str, Any], keys: _Keys) -> dict[str, Any]:
@@ -239,6 +254,16 @@ def _first(*values: Any) -> Any:
     return next((v for v in values if v is not None), None)
 
 
+def _token(name: str, parts: Iterable[Mapping[str, Any]], keys: _Keys) -> int | None:
+    """The first `name` of `parts` that is not null; -1, which some checkpoints write for none, is kept."""
+    given = [part[name] for part in parts if part.get(name) is not None]
+    for value in given:
+        if type(value) is not int:
+            what = f"{keys.where} or generation_config.json: {name}"
+            keys.problems.append(Problem(what, value, "one token id, or null"))
+    return next((value for value in given if type(value) is int), None)
+
+
 def _end_tokens(parts: Iterable[Mapping[str, Any]], keys: _Keys) -> tuple[int, ...]:
     """Every `eos_token_id` of `parts` (a number, a list, None), in order, each once; what is no token is a problem."""
     given = [part.get("eos_token_id") for part in parts]
@@ -253,11 +278,14 @@ def _end_tokens(parts: Iterable[Mapping[str, Any]], keys: _Keys) -> tuple[int, .
     return tuple(dict.fromkeys(i for i in flat if type(i) is int))
 
 
-def _canonical_hash(config: Mapping[str, Any]) -> str:
+def _canonical_hash(config: Mapping[str, Any], where: Path) -> str:
     def stripped(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {k: stripped(v) for k, v in value.items() if k not in _VOLATILE_KEYS}
         return [stripped(v) for v in value] if isinstance(value, list) else value
 
-    text = json.dumps(stripped(config), sort_keys=True, separators=(",", ":"))
+    try:
+        text = json.dumps(stripped(config), sort_keys=True, separators=(",", ":"))
+    except RecursionError as error:
+        raise UserError(Problem(f"{where} is nested too deeply", None, "a model's configuration")) from error
     return hashlib.sha256(text.encode()).hexdigest()

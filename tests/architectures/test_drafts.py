@@ -123,3 +123,6 @@ def test_the_command_that_serves_says_what_the_verifier_needs() -> None:
     wanted = ' --hf-overrides \'{"architectures": ["TransformersMoEForCausalLM"]}\''
     assert _engine_options(ModelConfig(name="glm"), "Glm4MoeForCausalLM") == wanted
     assert _engine_options(ModelConfig(name="llama"), "LlamaForCausalLM") == ""
+    qwen = ModelConfig(name="qwen", template_args={"enable_thinking": False})
+    wanted = """ --default-chat-template-kwargs '{"enable_thinking": false}'"""
+    assert _engine_options(qwen, "Qwen3ForCausalLM") == wanted

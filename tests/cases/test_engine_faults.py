@@ -75,9 +75,9 @@ def flaky_capture(monkeypatch, tried: list[int]) -> None:
         monkeypatch.setattr(HuggingFaceEngine, "capture", by_row)
         return tested(engine, *_args, **_kwargs)
 
-    import eagle3lab.extract.pipeline as pipeline
+    import eagle3lab.extract.self_test as self_test
 
-    original = pipeline.self_test_engine
+    original = self_test.self_test_engine
 
     def tested(engine, *args, **kwargs):
         monkeypatch.setattr(HuggingFaceEngine, "capture", capture)
@@ -86,7 +86,7 @@ def flaky_capture(monkeypatch, tried: list[int]) -> None:
         finally:
             monkeypatch.setattr(HuggingFaceEngine, "capture", by_row)
 
-    monkeypatch.setattr(pipeline, "self_test_engine", passes)
+    monkeypatch.setattr(self_test, "self_test_engine", passes)
 
 
 @pytest.mark.parametrize("shard_tokens", [16384, 1])

@@ -14,7 +14,7 @@ from eagle3lab.config.invocation import Invocation
 from eagle3lab.config.schema import TrainRoot
 from eagle3lab.data import Eagle3SampleFileDataset, create_collate_fn
 from eagle3lab.draft.vocabulary import DraftVocabulary
-from eagle3lab.experiments.lifecycle import begin_run
+from eagle3lab.experiments.lifecycle import begun_run
 
 CASES = Path(__file__).parent
 END = 258
@@ -93,9 +93,9 @@ def test_mask_11_the_exported_draft_says_the_template_arguments(
     extract_command: Extract, tmp_path: Path
 ) -> None:
     manifest = extract_command("MASK-11").reader.manifest
-    provenance = begin_run(TrainRoot(), Invocation(), tmp_path / "run", manifest)  # written beside the draft
-    assert provenance["store"]["template_args"] == {"enable_thinking": False}
-    assert provenance["store"]["template_hash"] == manifest.template_hash
+    with begun_run(TrainRoot(), Invocation(), tmp_path / "run", manifest) as provenance:
+        assert provenance["store"]["template_args"] == {"enable_thinking": False}  # written beside the draft
+        assert provenance["store"]["template_hash"] == manifest.template_hash
 
 
 def test_mask_12_the_end_token_is_in_the_smallest_draft_vocabulary(extract_command: Extract) -> None:

@@ -28,6 +28,7 @@ def test_ext_10_a_directory_of_another_layout_is_refused_and_left_alone(
     before = {path.name: path.read_bytes() for path in copy.iterdir()}
     done = extract_command("EXT-10", expect=EXIT_USER_ERROR)
     assert "is neither a store nor an empty directory" in done.err
+    assert "self-test" not in done.out  # before a verifier is loaded for it
     assert "hs_0.safetensors" in done.err
     assert {path.name: path.read_bytes() for path in copy.iterdir()} == before
 

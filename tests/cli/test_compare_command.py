@@ -90,6 +90,7 @@ def test_the_pooled_figure_is_the_evaluations_own(runs: list[str], capsys) -> No
         (["base0"], "nothing to compare with"),
         (["base0", "base0"], "the same draft is named twice"),
         (["base0", "nowhere"], "no such directory"),
+        (["nowhere"], "no such directory"),
         (["base0", "better0", "--k", "5"], "nothing was measured in the settings asked for"),
         (["base0", "again0", "better0"], "two runs of the same configuration and the same seed"),
         (["base0", "fewer"], "--common-prompts"),

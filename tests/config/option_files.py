@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from eagle3lab.config import compose
 from eagle3lab.config.check import CHECKS
+from eagle3lab.config.words import command_line
 
 CONF = compose.config_directory()
 SWEEPS = CONF.parent / "sweeps"
@@ -44,7 +45,7 @@ def composed(name: str, overrides: Sequence[str], directory: Path = CONF) -> Dic
 
 def typed(name: str, overrides: Sequence[str], directory: Path = CONF, entry: str | None = None) -> Any:
     """The typed configuration; asserts that nothing but a directory that is elsewhere is wrong with it."""
-    words = compose.command_line(entry or name, overrides)
+    words = command_line(entry or name, overrides)
     return checked(composed(name, words, directory), entry or name, words)
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from eagle3lab.config import compose
+from eagle3lab.config.options import options_of
+from eagle3lab.config.words import command_line
 
 from .option_files import (
     CONF,
@@ -43,7 +45,7 @@ def test_the_command_at_the_top_of_a_file_composes_and_validates(path: Path) -> 
     if group != ".":
         used = [w for w in overrides if re.match(rf"{re.escape(group)}(\.|=)", w)]
         assert used, "the command must use the file's group"
-    typed(entry, compose.command_line(entry, [o for o in overrides if not o.startswith("-")]))
+    typed(entry, command_line(entry, [o for o in overrides if not o.startswith("-")]))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_options_of_different_groups_go_together(capsys: pytest.CaptureFixture[s
     for entry, path in (
         (e, p) for e in ("train", "extract") for p in CONF_FILES if p.parent.name == "experiment"
     ):
-        if path.stem not in compose.options_of("experiment", entry):
+        if path.stem not in options_of("experiment", entry):
             continue
         recipe = typed(entry, [f"experiment={path.stem}"])
         for model, hardware in product(parts["model"], parts["hardware"]):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from eagle3lab.config.compose import command_line
 from eagle3lab.config.invocation import Invocation, extract_command
+from eagle3lab.config.words import command_line
 
 from .option_files import composed
 
@@ -51,6 +51,7 @@ def test_a_training_command_names_the_extraction_that_writes_its_store() -> None
     shared, alone = ["experiment=kimi_k25_blackwell8", "optim.lr=1e-3"], ["experiment=nemo", "model=tiny"]
     assert extract_command(shared) == "python extract.py experiment=kimi_k25_blackwell8"
     assert extract_command(alone) == "python extract.py model=tiny"
+    assert extract_command(["data.paths=[my chat.jsonl]"]) == "python extract.py 'data.paths=[my chat.jsonl]'"
 
 
 def test_an_experiment_is_a_choice_of_that_name_for_either_command() -> None:

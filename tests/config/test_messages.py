@@ -12,12 +12,13 @@ from eagle3lab.config import compose
 from eagle3lab.config.check import CHECKS
 from eagle3lab.config.errors import UserError
 from eagle3lab.config.help import help_text
+from eagle3lab.config.words import command_line
 
 
 def problems_of(entry: str, *overrides: str) -> list[str]:
     """The messages that a command line gets, without running anything."""
     compose.register()
-    overrides = tuple(compose.command_line(entry, overrides))
+    overrides = tuple(command_line(entry, overrides))
     try:
         with initialize_config_dir(str(compose.config_directory()), version_base="1.3"):
             cfg = hydra_compose(entry, overrides=list(overrides))
@@ -78,9 +79,37 @@ def test_the_users_own_command_has_no_problem() -> None:
         ("train=3", "train has the wrong type: '3'; expected keys of its own: train.NAME=VALUE", ""),
         ("train=[1]", "train has the wrong type: '[1]'; expected keys of its own", ""),
         ("train.early_stopping=5", "expected keys of its own: train.early_stopping.NAME=VALUE", ""),
+        ("model.name=''", "model.name: ''; expected a name", "model.name=my_model"),
+        ("data.name=../../x", "data.name: '../../x'; expected a name", "data.name=my_data"),
+        ("draft.name=/x", "draft.name: '/x'; expected a name", "draft.name=my_draft"),
         ("~optim.lr", "optim.lr cannot be removed; expected a value: optim.lr=VALUE", ""),
         ("train.seed=99999999999999999999", "train.seed: 99999999999999999999", "train.seed=0"),
         ("run_dir=a=b", "cannot be parsed", "'run_dir=\"a=b\"'"),
+        ("noise", "a word without a value: 'noise'; expected KEY=VALUE or GROUP=OPTION", "noise=..."),
+        ("uniform0.05", "a word without a value: 'uniform0.05'", ""),
+        (
+            "noise=none,uniform0.05",
+            "several values are a sweep: 'noise=none,uniform0.05'",
+            "-m noise=none,uniform",
+        ),
+        ("train.seed=1,2", "several values are a sweep: 'train.seed=1,2'\n    try: -m train.seed=1,2", ""),
+        ("model.aux_layer_ids=2,4", "several values are a sweep", "or model.aux_layer_ids=[2,4]"),
+        (
+            "model.aux_layer_ids=(2,4)",
+            "cannot be parsed: 'model.aux_layer_ids=(2,4)'; expected KEY=VALUE",
+            "",
+        ),
+        ("trainer.max_epochs=3", "unknown key trainer.max_epochs", "train.max_epochs=..."),
+        (
+            "model=Qwen/Qwen3-8B",
+            "the group model has no option: 'Qwen/Qwen3-8B'",
+            "model=qwen3_8b, or model=local model.name=NAME model.path=Qwen/Qwen3-8B",
+        ),
+        (
+            "data=chat.jsonl",
+            "the group data has no option: 'chat.jsonl'",
+            "data=jsonl data.paths=[chat.jsonl]",
+        ),
         ("train.tokens_per_update=3000", "", ""),
     ],
 )
@@ -107,7 +136,31 @@ def test_help_shows_the_overrides_and_leaves_hydras_own_words_alone() -> None:
     words = ["-cd", "sweeps", "-cn", "noise", "train.seed=7", "--help"]
     page = help_text("train", words, CHECKS["train"])
     assert "\n  seed: 7\n" in page
+    assert "-cd sweeps -cn NAME" in page
+    assert "\nlauncher: joblib, " in page
     assert "\nloss: ce, js, kl, lk, reverse_kl, sum, tv\n" in page
+
+
+def test_help_of_an_evaluation_says_what_it_needs_as_it_is_typed() -> None:
+    compose.register()
+    page = help_text("evaluate", ["--help"], CHECKS["evaluate"])
+    assert "    python evaluate.py draft=DIR " in page
+    assert "\ndraft: ???\n" in page
+    assert "draft_dir" not in page
+    assert "sweeps" not in page
+
+
+def test_words_stand_in_any_order() -> None:
+    """Hydra's own parser takes overrides on one side of its options alone."""
+    given = ["model=tiny", "-cd", "sweeps", "hardware=cpu", "-m", "draft.num_layers=1", "--cfg", "job"]
+    assert command_line("train", given) == [
+        "-cd", "sweeps", "-m", "--cfg", "job", "model=tiny", "hardware=cpu", "draft.num_layers=1",
+    ]  # fmt: skip
+    assert command_line("evaluate", ["-m", "draft=a,b", "decode.k=[1]"]) == [
+        "-m",
+        "draft_dir=a,b",
+        "decode.k=[1]",
+    ]
 
 
 def test_all_problems_come_together_whatever_their_kind() -> None:
@@ -134,6 +187,9 @@ def test_missing_values_are_named() -> None:
 def test_evaluate_refuses_a_draft_that_is_not_there() -> None:
     (message,) = problems_of("evaluate", "draft=/nowhere")
     assert "draft is not a directory: '/nowhere'" in message
+    found = problems_of("evaluate", "draft=", "prompts.name=..")  # no word is not the current directory
+    assert "draft is not a directory: ''" in "\n".join(found)
+    assert "prompts.name: '..'" in "\n".join(found)
 
 
 @pytest.mark.parametrize("value", ["1e-4", "1.e-4", "0.0001", "1E-4"])
@@ -145,6 +201,11 @@ def test_a_learning_rate_is_a_float_by_every_spelling(value: str) -> None:
     assert problems == []
     assert typed.optim.lr == 1e-4
     assert isinstance(typed.optim.lr, float)
+
+
+def test_a_key_that_several_places_have_is_proposed_where_it_is_used_first() -> None:
+    (message,) = problems_of("extract", "seed=1")
+    assert "data.seed=..." in message  # not data.sampling.seed
 
 
 def test_a_recipe_for_training_alone_is_told_apart_from_an_unknown_one() -> None:
@@ -159,3 +220,7 @@ def test_a_primary_configuration_that_is_not_there_is_named() -> None:
     assert error is not None
     (problem,) = compose.explain(error, "train", [], CHECKS["train"]).problems
     assert str(problem).startswith("there is no such configuration: 'nope'; expected a file of conf/")
+    _, error = compose.try_compose("nois", [])
+    assert error is not None
+    (problem,) = compose.explain(error, "train", [], CHECKS["train"]).problems
+    assert problem.fix == "-cd sweeps -cn noise"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from eagle3lab.config import compose
+from eagle3lab.config.options import options_of
 from eagle3lab.config.overruled import overruled
 
 from .option_files import CONF, composed, typed
@@ -67,4 +67,4 @@ def test_no_experiment_hides_what_is_chosen_without_being_told(tmp_path: Path) -
         overruled(composed("train", ["experiment=ours"]), ["experiment=ours", "loss=elsewhere"], tmp_path)
         == []
     )
-    assert compose.options_of("experiment", "extract") == ["kimi_k25_blackwell8"]
+    assert options_of("experiment", "extract") == ["kimi_k25_blackwell8"]

@@ -10,6 +10,7 @@ import pytest
 
 from eagle3lab.config import plan_extraction as plan_extraction_module
 from eagle3lab.config import plan_memory
+from eagle3lab.config.errors import IntegrityError
 from eagle3lab.config.plan_extraction import ExtractPlan, plan_extraction
 from eagle3lab.config.plan_sizes import StoreCounts, draft_size
 from eagle3lab.config.plan_text import describe_extraction
@@ -135,6 +136,10 @@ def test_the_plan_of_supervised_last_states_is_a_range(dtype: StoreDtype) -> Non
 
 def test_a_store_tells_the_plan_its_size_its_supervised_share_and_its_bytes(tmp_path: Path) -> None:
     assert StoreCounts.read(tmp_path) is None
+    for damaged in (b"{", b"[]", b"{}", b"\xff\xfe", b"[" * 90_000, b'{"num_tokens": "x"}'):
+        (tmp_path / "manifest.json").write_bytes(damaged)
+        with pytest.raises(IntegrityError, match=r"manifest\.json is not the manifest of a store"):
+            StoreCounts.read(tmp_path)
     manifest = {"num_tokens": 970_000, "num_supervised": 242_500, "dtype": "float8_e4m3"}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     store = StoreCounts.read(tmp_path)

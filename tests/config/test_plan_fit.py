@@ -12,9 +12,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from eagle3lab.cli import run_extract, run_train
-from eagle3lab.config import compose
 from eagle3lab.config.errors import UserError
 from eagle3lab.config.invocation import Invocation
+from eagle3lab.config.words import command_line
 
 from .option_files import checked, composed
 
@@ -25,7 +25,7 @@ QWEN = ["model=qwen3_8b", "data=sharegpt", "hardware=hopper8"]
 
 @lru_cache
 def base(entry: str, words: tuple[str, ...]) -> DictConfig:
-    cfg = composed(entry, compose.command_line(entry, words))
+    cfg = composed(entry, command_line(entry, words))
     with open_dict(cfg):
         del cfg.hydra  # slow to copy
     return cfg
@@ -136,3 +136,18 @@ def test_where_nothing_would_do_another_device_is_asked_for() -> None:
     assert proposals("train", [*QWEN, "hardware.device_memory_gib=4"]) == [
         "hardware=NAME with more memory per device"
     ]
+
+
+@pytest.mark.parametrize(
+    ("model", "fix"), [("gemma3_1b", "parallel=4 hardware.engine.data_parallel=2"), ("glm45_air", "")]
+)
+def test_a_verifier_whose_heads_cannot_be_split_is_refused_by_its_plan(model: str, fix: str) -> None:
+    words = [f"model={model}", "data=sharegpt", "hardware=blackwell8"]
+    if not fix:
+        plan("extract", words)
+        return
+    with pytest.raises(UserError, match="4 attention heads cannot be split") as refused:
+        plan("extract", words)
+    (problem,) = refused.value.problems
+    assert problem.fix.endswith(fix)
+    plan("extract", words, problem.fix.split())

@@ -132,6 +132,13 @@ def test_a_cut_pt_file_is_refused_by_name(tmp_path: Path, make: SimpleNamespace,
         Eagle3SampleFileDataset(tmp_path)
 
 
+def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no such directory of sample files: .*none"):
+        SampleFiles(tmp_path / "none", standardize_data_v1)
+    with pytest.raises(IntegrityError, match=r"data_0\.pt.*No such file"):
+        Eagle3SampleFileDataset([tmp_path / "data_0.pt"])
+
+
 def test_other_kinds_of_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "data.npz").touch()
     with pytest.raises(UserError, match=r"data\.npz is no sample file: '\.npz'"):
@@ -180,6 +187,22 @@ def test_a_missing_loss_mask_is_never_invented(tmp_path: Path, make: SimpleNames
         ({"loss_mask": [1] * 6}, "loss mask; expected a tensor of 0 and 1"),
         ({"input_ids": torch.arange(6) + 0.5}, "token ids: 'torch.float32'; expected whole numbers"),
         ({"hidden_states": []}, "is not of the form"),
+        ({"input_ids": torch.ones(6, dtype=torch.bool)}, "token ids: 'torch.bool'; expected whole numbers"),
+        ({"input_ids": torch.arange(6).to_sparse()}, "torch.sparse_coo on cpu"),
+        ({"input_ids": torch.tensor(3)}, r"shape of the token ids: \[\]"),
+        ({"input_ids": torch.arange(6)[None]}, r"shape of the token ids: \[1, 6\]"),
+        ({"loss_mask": torch.tensor(1)}, "lengths differ"),
+        (
+            {"hidden_states": [torch.ones(6, 4).long()] * 4},
+            "hidden_states: 'torch.int64'; expected a tensor of",
+        ),
+        (
+            {"hidden_states": [*[torch.ones(6, 4)] * 3, torch.ones(6, 4).bool()]},
+            "verifier_last_hidden_states: 'torch.bool'",
+        ),
+        ({"hidden_states": [torch.ones(6, 4, dtype=torch.float8_e4m3fn)] * 4}, "float8_e4m3fn"),
+        ({"hidden_states": [torch.empty(6, 4, device="meta")] * 4}, "torch.strided on meta"),
+        ({"hidden_states": [torch.empty(6, 0)] * 4}, "shapes"),
     ],
 )
 def test_masks_and_ids_are_never_cut_to_whole_numbers(
@@ -194,6 +217,21 @@ def test_masks_and_ids_are_never_cut_to_whole_numbers(
     torch.save({**whole, **changed}, tmp_path / "data_1.pt")
     with pytest.raises(IntegrityError, match=rf"data_1\.pt.*{message}"):
         [(f.read_tokens(1), f.read(1)) for f in [SampleFiles(tmp_path, standardize_data_v1)]]
+
+
+def test_a_row_of_no_token_is_named_with_its_length(tmp_path: Path, make: SimpleNamespace) -> None:
+    make.v1(tmp_path, make.samples(1))
+    states = [torch.empty(0, make.HIDDEN)] * 4
+    torch.save(
+        {"hidden_states": states, "input_ids": torch.arange(0), "loss_mask": torch.ones(0)},
+        tmp_path / "data_7.pt",
+    )
+    with pytest.raises(IntegrityError, match=r"data_7\.pt leaves nothing.*: 0; expected at least 2"):
+        Eagle3SampleFileDataset(tmp_path)
+    tensors = {"hidden_states": torch.randn(3, 4, 8), "token_ids": torch.tensor(3)}
+    save_file(tensors, tmp_path / "hs_0.safetensors")
+    with pytest.raises(IntegrityError, match=r"hs_0\.safetensors: shape of the token ids: \[\]"):
+        Eagle3SampleFileDataset(tmp_path)
 
 
 def test_a_mask_inside_the_safetensors_file_is_used(tmp_path: Path, make: SimpleNamespace) -> None:
@@ -214,6 +252,31 @@ def test_arrow_rows_in_another_order_are_found_by_their_tokens(tmp_path: Path, m
     (states / "x").rename(states / "hs_1.safetensors")
     with pytest.raises(IntegrityError, match="2 of 3 files do not belong to their rows"):
         Eagle3SampleFileDataset(tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"loss_mask": [0.5, 0.5, 1.0]}, "loss mask; expected a tensor of 0 and 1"),  # once cut to 0 0 1
+        ({"loss_mask": [256, 1, 1]}, "loss mask; expected a tensor of 0 and 1"),
+        ({"loss_mask": None}, "has no usable loss_mask"),
+        ({"loss_mask": [1, 1]}, "lengths differ"),
+        ({"input_ids": ["1", "2", "3"]}, "has no usable input_ids"),
+        ({"input_ids": [1.5, 2.0, 3.0]}, "1 of 1 files do not belong to their rows"),
+        (None, "cannot be read as an Arrow dataset"),
+    ],
+)
+def test_damaged_arrow_rows_are_told(tmp_path: Path, changed: dict[str, object] | None, message: str) -> None:
+    from datasets import Dataset
+
+    row = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], **(changed or {})}
+    Dataset.from_list([row]).save_to_disk(str(tmp_path))
+    if changed is None:
+        (tmp_path / "dataset_info.json").write_text("{")
+    tensors = {"hidden_states": torch.randn(3, 4, 8), "token_ids": torch.tensor([1, 2, 3])}
+    save_file(tensors, tmp_path / "hs_0.safetensors")
+    with pytest.raises(IntegrityError, match=message):
+        SampleFiles(tmp_path, standardize_data_v1).read_tokens(0)
 
 
 def test_arrow_rows_without_states_are_counted(tmp_path: Path, make: SimpleNamespace) -> None:

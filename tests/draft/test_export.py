@@ -17,7 +17,7 @@ from eagle3lab.config.errors import IntegrityError, UserError
 from eagle3lab.config.schema import LayerType
 from eagle3lab.draft import export as export_module
 from eagle3lab.draft.export import export_draft, load_draft, read_export
-from eagle3lab.draft.format import engine_view
+from eagle3lab.draft.format import CONFIG_FILE, engine_view
 from eagle3lab.draft.inference import ChainDrafter
 from eagle3lab.draft.speculators_model import vocabulary_of
 from eagle3lab.draft.ttt import LossRecorder, ttt_forward
@@ -170,6 +170,11 @@ def test_a_directory_without_a_draft_is_the_users_mistake(
 ) -> None:
     with pytest.raises(UserError, match="no exported draft here"):
         load_draft(tmp_path, facts, edge)
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / CONFIG_FILE).write_text("{}")
+    with pytest.raises(UserError) as caught:  # the run directory in place of the draft in it
+        load_draft(tmp_path, facts, edge)
+    assert caught.value.problems[0].fix == f"draft={tmp_path / 'draft'}"
 
 
 @pytest.mark.parametrize(

@@ -109,18 +109,17 @@ def test_a_long_sequence_outgrows_the_first_buffer(
     )
 
 
-def test_rolling_back_forgets_the_pairs_behind(
+def test_a_drafter_that_was_reset_begins_anew(
     make_draft: Callable[..., Any], make_batch: Callable[..., Any]
 ) -> None:
     model, batch = make_draft(), make_batch((16,))
     drafter = prefilled(model, batch, 14)
-    drafter.rollback(9)
-    with pytest.raises(ValueError, match="extend"):
-        drafter.propose(2)
-    drafter.extend(batch["hidden_states"][0, 9:11], batch["input_ids"][0, 9:11])
-    assert drafter.propose(4) == prefilled(model, batch, 11).propose(4)
     drafter.reset()
     assert drafter.num_pairs == 0
+    with pytest.raises(ValueError, match="extend"):
+        drafter.propose(2)
+    drafter.extend(batch["hidden_states"][0, :11], batch["input_ids"][0, :11])
+    assert drafter.propose(4) == prefilled(model, batch, 11).propose(4)
 
 
 def test_a_full_vocabulary_proposes_verifier_ids_directly(

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from eagle3lab.config.errors import UserError
-from eagle3lab.config.schema import DraftConfig, HeadStart, LayerType
+from eagle3lab.config.plan_sizes import draft_size
+from eagle3lab.config.schema import DraftConfig, HeadStart, LayerType, Shapes
 from eagle3lab.draft import speculators_model
 from eagle3lab.draft.format import all_finite
 from eagle3lab.draft.speculators_model import (
@@ -126,6 +127,64 @@ def test_every_impossible_size_is_named_at_once(
     text = str(caught.value)
     for name in ("draft.num_kv_heads", "draft.head_dim", "draft.num_heads", "draft.fc_norm"):
         assert name in text
+
+
+@pytest.mark.parametrize(("layer_type", "num_heads"), [(LayerType.llama, 4), (LayerType.qwen3, 6)])
+def test_heads_that_a_llama_layer_cannot_have_are_fewer_in_plan_and_draft(
+    layer_type: LayerType,
+    num_heads: int,
+    facts: VerifierFacts,
+    edge: EdgeWeights,
+    vocabulary: DraftVocabulary,
+) -> None:
+    """As of GLM-4.5-Air, whose 96 heads do not divide 4096."""
+    wide = dataclasses.replace(facts, num_heads=6, num_kv_heads=2)
+    model = build(wide, edge, vocabulary, layer_type=layer_type)
+    assert model.config.transformer_layer_config.num_attention_heads == num_heads
+    head_norms = [n for n in ("q_norm", "k_norm") if layer_type is LayerType.qwen3]  # of no plan: few weights
+    counted = sum(p.numel() for p in model.parameters() if p.requires_grad) - len(head_norms) * wide.head_dim
+    shapes = Shapes(**{f.name: getattr(wide, f.name, None) for f in dataclasses.fields(Shapes)})
+    cfg = DraftConfig(name="t", layer_type=layer_type, vocab_size=vocabulary.size)
+    assert draft_size(cfg, shapes, num_aux=3).trainable == counted
+    with pytest.raises(UserError, match=r"draft.num_heads does not divide"):
+        build(wide, edge, vocabulary, num_heads=6)
+
+
+@pytest.mark.parametrize(
+    ("rope", "says", "fix"),
+    [
+        (
+            {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+            "4 factors",
+            "head_dim=8",
+        ),
+        ({"rope_type": "ntk", "factor": 2.0}, "ntk", ""),
+        ({"rope_type": "yarn"}, "factor", ""),
+        ({"rope_type": "linear", "factor": "8"}, "TypeError", ""),
+    ],
+    ids=["factors of a partial rotation", "unknown", "without a key", "text"],
+)
+def test_a_rotary_embedding_that_no_draft_can_have_is_one_message(
+    rope: dict[str, Any],
+    says: str,
+    fix: str,
+    facts: VerifierFacts,
+    edge: EdgeWeights,
+    vocabulary: DraftVocabulary,
+) -> None:
+    other = dataclasses.replace(facts, rope_parameters={**rope, "rope_theta": 10000.0})
+    with pytest.raises(UserError, match=says) as caught:
+        build(other, edge, vocabulary)
+    assert "verifier's rotary embedding" in str(caught.value)
+    assert fix in str(caught.value)
+
+
+def test_a_stretch_that_only_the_engine_would_make_is_not_in_the_drafts_file(
+    facts: VerifierFacts, edge: EdgeWeights, vocabulary: DraftVocabulary
+) -> None:
+    rope = {"rope_type": "dynamic", "factor": 1.0, "alpha": 1000.0, "rope_theta": 10000.0}
+    model = build(dataclasses.replace(facts, rope_parameters=rope), edge, vocabulary)
+    assert "alpha" not in model.config.transformer_layer_config.rope_parameters
 
 
 def test_a_wrong_layer_id_is_the_users_mistake(

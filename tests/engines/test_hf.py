@@ -151,6 +151,15 @@ def test_what_transformers_does_not_know_is_a_user_error(make_model, unknown):
         HuggingFaceEngine(path, read_facts(path))
 
 
+@pytest.mark.parametrize("wrong", [{"hidden_act": 5}, {"layer_types": 5}, {"quantization_config": 5}])
+def test_values_of_a_kind_that_transformers_does_not_take_are_a_user_error(make_model, wrong):
+    path = make_model("llama", seed=7)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **wrong}))
+    with pytest.raises(UserError, match=r"could not be loaded by transformers \(.*(hidden_act|'int' object)"):
+        HuggingFaceEngine(path, read_facts(path))
+
+
 def test_a_directory_that_is_no_model_is_a_user_error(llama, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(UserError, match=r"could not be loaded"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +173,10 @@ def test_places_that_stand_for_evaluations(tmp_path: Path) -> None:
     (run / "draft_last" / "model.safetensors").touch()
     with pytest.raises(UserError, match=r"nothing was evaluated there(.|\n)*evaluate\.py draft=.*draft_last"):
         evaluations_of(run / "draft_last")
-    with pytest.raises(UserError, match="nothing was evaluated there"):
-        find_evaluations(write_run(tmp_path / "bare"))
+    with pytest.raises(UserError, match="nothing was evaluated there") as refused:
+        find_evaluations(write_run(tmp_path / "not yet"))
+    words = shlex.split(refused.value.problems[0].fix)  # to be copied, blanks or not
+    assert words == ["python", "evaluate.py", f"draft={tmp_path / 'not yet' / 'draft'}"]
     with pytest.raises(UserError, match="no such directory"):
         find_evaluations(tmp_path / "nowhere")
 

@@ -14,8 +14,29 @@ from eagle3lab.config.errors import UserError
 from eagle3lab.config.invocation import Invocation
 from eagle3lab.config.schema import TrainRoot
 from eagle3lab.experiments import lifecycle
-from eagle3lab.experiments.run_dir import CONFIG, claim, only_run_in, read_json, write_json
+from eagle3lab.experiments.run_dir import (
+    CONFIG,
+    METRICS,
+    PROVENANCE,
+    claim,
+    only_run_in,
+    read_json,
+    write_json,
+)
 from eagle3lab.store.manifest import Manifest, VerifierIdentity
+
+
+@pytest.fixture
+def manifest() -> Manifest:
+    return Manifest(
+        verifier=VerifierIdentity("LlamaForCausalLM", "0" * 64, "1" * 64, 8, 4, 16, "tiny"),
+        tokenizer_hash="t",
+        template_hash="t",
+        template_args_hash="t",
+        layer_ids=(1, 2),
+        dtype="bfloat16",
+        engine={"name": "test"},
+    )
 
 
 def test_of_many_that_claim_a_directory_one_gets_it(tmp_path: Path) -> None:
@@ -50,25 +71,38 @@ def test_one_process_at_a_time_goes_on_in_a_directory(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_at_the_start_names_the_outputs_and_leaves_the_directory_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manifest: Manifest
 ) -> None:
     def full(path: Path, content: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(lifecycle, "write_json", full)
-    identity = VerifierIdentity("LlamaForCausalLM", "0" * 64, "1" * 64, 8, 4, 16, "tiny")
-    manifest = Manifest(
-        verifier=identity,
-        tokenizer_hash="t",
-        template_hash="t",
-        template_args_hash="t",
-        layer_ids=(1, 2),
-        dtype="bfloat16",
-        engine={"name": "test"},
-    )
-    with pytest.raises(UserError, match="outputs=DIRECTORY"):
-        lifecycle.begin_run(TrainRoot(), Invocation(), tmp_path, manifest)
+    with (
+        pytest.raises(UserError, match="outputs=DIRECTORY"),
+        lifecycle.begun_run(TrainRoot(), Invocation(), tmp_path, manifest),
+    ):
+        pass
     claim(tmp_path, resume=False)
+
+
+def test_a_refused_run_leaves_nothing_and_a_trained_one_everything(
+    tmp_path: Path, manifest: Manifest
+) -> None:
+    run_dir = tmp_path / "new" / "run"
+
+    def run(*lines: str) -> None:
+        with lifecycle.begun_run(TrainRoot(), Invocation(), run_dir, manifest):
+            (run_dir / METRICS).write_text("".join(f"{line}\n" for line in lines))
+            raise UserError("refused")
+
+    with pytest.raises(UserError, match="refused"):
+        run("update,loss")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="refused"):
+        run("update,loss", "1,2.5")
+    with pytest.raises(UserError, match="the run directory is taken"):
+        run()
+    assert {file.name for file in run_dir.iterdir()} == {CONFIG, PROVENANCE, METRICS}
 
 
 def test_json_refuses_what_is_no_json_and_leaves_the_old_file(tmp_path: Path) -> None:

@@ -7,10 +7,14 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
 
+from eagle3lab.config import compose
 from eagle3lab.config.errors import IntegrityError, Problem, StoppedBySignal, UserError
 from eagle3lab.config.invocation import Invocation
 from eagle3lab.experiments import sweep_trial
@@ -18,7 +22,7 @@ from eagle3lab.experiments.run_dir import read_json, write_json
 from eagle3lab.experiments.run_results import read_results
 from eagle3lab.experiments.sweep_end import end_sweep
 from eagle3lab.experiments.sweep_files import held, read_trial, record_file, write_index
-from eagle3lab.experiments.sweep_start import SweepRefused
+from eagle3lab.experiments.sweep_start import SweepRefused, SweepStart
 
 ABOUT = {"name": "noise", "entry": "extract", "continue": "python extract.py", "script": "extract.py"}
 
@@ -137,3 +141,26 @@ def test_records_are_plain_data(tmp_path: Path) -> None:
     record = read_trial(tmp_path, 3)
     assert record is not None
     assert set(read_json(record_file(tmp_path, 3))) == {f.name for f in dataclasses.fields(record)}
+
+
+def test_a_sweep_without_its_store_claims_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def prepare(_trials: object) -> None:
+        raise UserError("no store")
+
+    monkeypatch.setitem(sys.modules, "stores", SimpleNamespace(prepare=prepare))
+    compose.register()
+    monkeypatch.chdir(tmp_path)
+    words = ["hardware=cpu", "store=nowhere", "hydra.sweep.dir=claimed"]
+    with initialize_config_dir(str(compose.config_directory()), version_base="1.3"):
+        config = hydra_compose(
+            "train",
+            [*words, "hydra.mode=MULTIRUN", f"hydra.runtime.cwd={tmp_path}"],
+            return_hydra_config=True,
+        )
+        with pytest.raises(SweepRefused) as refused:
+            SweepStart("stores:prepare").on_multirun_start(config)
+    assert "no store" in str(refused.value)
+    assert "to go on" not in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []

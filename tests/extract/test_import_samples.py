@@ -101,6 +101,19 @@ def test_a_store_dtype_can_be_chosen(tmp_path, llama, states):
     assert 0 < float((got - states[1][:, 3].float()).norm() / got.norm()) < 0.04
 
 
+def test_kinds_of_states_that_no_store_keeps_are_chosen_and_never_mixed(tmp_path, llama, states):
+    write_v1(tmp_path / "old", [s.double() for s in states])
+    with pytest.raises(UserError, match=r"torch\.float64.*\n.*--dtype float32"):
+        run(tmp_path / "old", tmp_path / "store", llama)
+    assert run(tmp_path / "old", tmp_path / "store", llama, dtype="float32").manifest.dtype == "float32"
+    file = tmp_path / "old" / "data_4.pt"
+    data = torch.load(file, weights_only=True)
+    data["hidden_states"] = [*data["hidden_states"][:3], data["hidden_states"][3].to(torch.bfloat16)]
+    torch.save(data, file)
+    with pytest.raises(IntegrityError, match=r"data_4\.pt: dtype.*last state torch\.bfloat16"):
+        run(tmp_path / "old", tmp_path / "other", llama, dtype="float32")
+
+
 def test_layers_of_another_convention_are_named_before_anything_is_written(tmp_path, llama, states):
     write_v1(tmp_path / "old", states)
     with pytest.raises(IntegrityError, match=r"every aux slot is \+1 layer off[\s\S]*--layer-ids"):
@@ -132,10 +145,15 @@ def test_short_double_and_unsupervised_rows_are_counted(tmp_path, llama, states)
     torch.save({**one, "loss_mask": torch.ones(1, dtype=torch.int64)}, tmp_path / "old" / "data_6.pt")
     data["loss_mask"] = torch.zeros_like(data["loss_mask"])
     torch.save(data, tmp_path / "old" / "data_7.pt")
-    account = run(tmp_path / "old", tmp_path / "store", llama).manifest.accounting
-    assert account["read"] == 8
+    (tmp_path / "old" / "a").mkdir()  # read first, and of another kind than those that are kept
+    none = {"hidden_states": [torch.empty(0, 32) for _ in range(4)], "input_ids": torch.arange(0)}
+    torch.save({**none, "loss_mask": torch.ones(0)}, tmp_path / "old" / "a" / "data_0.pt")
+    store = run(tmp_path / "old", tmp_path / "store", llama)
+    assert store.manifest.dtype == "bfloat16"
+    account = store.manifest.accounting
+    assert account["read"] == 9
     assert account["kept"] == 7
-    assert account["dropped"] == {"too_short": 1}
+    assert account["dropped"] == {"too_short": 2}
     assert account["noted"] == {"duplicate": 1, "unsupervised": 1}
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,3 +220,33 @@ def test_an_end_token_that_only_history_has_is_supervised_there(
     supervised = [token for token, one in zip(row.input_ids, row.loss_mask, strict=True) if one]
     assert supervised == [*b"b", 258, *b"d"]
     assert rowset.accounting.noted == {"no_end_token": 2}
+
+
+HEAD = "{% for m in messages %}{{ '<|turn|>' }}"
+TAIL = "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>' }}{% endif %}"
+WALKS = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (
+            "{{ m.content }}",
+            "a\nb",
+        ),  # a list would be written as Python shows it: vLLM joins the parts instead
+        ("{{ m.content | trim }}", "a\nb"),
+        ("{{ '' + m.content }}", "a\nb"),
+        ("{% if m.content is string %}{{ m.content }}{% endif %}", "a\nb"),
+        (WALKS, "ab"),  # vLLM hands this one the parts
+        (WALKS.replace("{{ p.text }}", "{{ p.text }}{{ '\\n\\n' if not loop.last }}"), "a\n\nb"),
+    ],
+)
+def test_text_parts_stand_in_a_row_as_in_the_served_prompt(
+    content: str, expected: str, rows_of: RowsOf, chat: Chat, tmp_path: Path
+) -> None:
+    template = tmp_path / "parts.jinja"
+    template.write_text(HEAD + content + TAIL)
+    parts = [{"type": "text", "text": text} for text in ("a", "", "b")]
+    (row,) = rows_of(chat(parts, "c"), template=str(template)).rows
+    written = "".join(chr(i) if i < 256 else "|" for i in row.input_ids)
+    assert written == f"|{expected}||c|"

@@ -15,8 +15,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import eagle3lab.store.reader as reader_module
+from eagle3lab.__main__ import main
 from eagle3lab.config.errors import IntegrityError, UserError
 from eagle3lab.store.reader import StoreReader
+
+
+@pytest.mark.parametrize("name", ["index.jsonl", "token_counts.safetensors", "trained_on.keys"])
+def test_a_directory_in_place_of_a_file_is_one_message(
+    name: str, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (store / name).unlink()
+    (store / name).mkdir()
+    assert main(["store", "verify", str(store)]) == 2
+    assert f"{store / name} (Is a directory); expected a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -194,6 +194,7 @@ def test_torchrun_with_another_number_of_processes_is_an_error(
         ({"SLURM_NTASKS_PER_NODE": "8", "SLURM_NTASKS": "16"}, "hardware.num_devices=8"),
         ({"SLURM_NTASKS": "6"}, "hardware.num_nodes=3"),
         ({"SLURM_NTASKS": "1"}, "2 processes on every node"),
+        ({"WORLD_SIZE": "3", "RANK": "1"}, "unset WORLD_SIZE RANK"),  # it would train and write nothing
     ],
 )
 def test_a_launcher_with_another_number_of_processes_is_an_error(

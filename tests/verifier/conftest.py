@@ -24,6 +24,7 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": 16,
     "num_hidden_layers": 5,
     "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     "vocab_size": VOCAB,
     "max_position_embeddings": 64,
     "rms_norm_eps": 1e-5,

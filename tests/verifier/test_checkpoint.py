@@ -74,6 +74,18 @@ def test_index_that_names_the_wrong_file(make_checkpoint: Make, edge_tensors: Te
         tensor_index(directory)
 
 
+def test_a_header_or_an_index_nested_without_end_is_damage(tmp_path: Path) -> None:
+    header = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(IntegrityError, match="unreadable safetensors header"):
+        tensor_index(tmp_path)
+    file.unlink()
+    (tmp_path / "model.safetensors.index.json").write_bytes(header)
+    with pytest.raises(IntegrityError, match="is not an index"):
+        tensor_index(tmp_path)
+
+
 def test_one_tensor_in_two_files(make_checkpoint: Make, edge_tensors: Tensors) -> None:
     directory = make_checkpoint({"a.safetensors": edge_tensors, "b.safetensors": edge_tensors})
     with pytest.raises(UserError, match="two files"):

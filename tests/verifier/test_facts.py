@@ -172,6 +172,33 @@ def test_gemma_ties_its_head_without_saying_so(facts_of: Callable[..., VerifierF
     assert facts_of({**config, "model_type": "gemma3_text"}).tie_word_embeddings
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+        {"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62, "num_attention_heads": 32,
+         "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168},
+    ],
+    ids=["gemma-3-4b-it", "gemma-3-27b-it"],
+)  # fmt: skip
+def test_what_a_published_gemma_leaves_to_its_class_is_the_classs(
+    text: dict[str, Any], facts_of: Callable[..., VerifierFacts]
+) -> None:
+    text |= {
+        "model_type": "gemma3_text",
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    facts = facts_of({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text})
+    config = transformers.Gemma3TextConfig(**text)
+    assert facts.rope_parameters == config.rope_parameters["full_attention"]
+    assert (facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.vocab_size) == (
+        config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.vocab_size,
+    )  # fmt: skip
+    assert (facts.max_positions, facts.rms_norm_eps) == (config.max_position_embeddings, config.rms_norm_eps)
+    assert (facts.tie_word_embeddings, facts.norm_offset) == (True, 1.0)
+
+
 def test_multimodal_rope_is_plain_for_text(facts_of: Callable[..., VerifierFacts]) -> None:
     rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
     facts = facts_of({**LLAMA31, "rope_theta": 1e6, "rope_scaling": rope})
@@ -216,6 +243,8 @@ def test_every_missing_key_is_named_at_once(facts_of: Callable[..., VerifierFact
     [
         {"architectures": "LlamaForCausalLM"},
         {"architectures": True},
+        {"tie_word_embeddings": "false"},
+        {"rms_norm_eps": float("inf")},
         {"rope_parameters": "llama3"},
         {"rope_scaling": [8.0]},
         {"rope_parameters": {"rope_type": "default", "rope_theta": "10k"}},
@@ -244,6 +273,25 @@ def test_logit_transforms_are_refused(
 def test_an_end_token_that_is_no_token_is_refused(eos: Any, facts_of: Callable[..., VerifierFacts]) -> None:
     with pytest.raises(UserError, match="eos_token_id"):
         facts_of(LLAMA31, {"eos_token_id": eos})
+
+
+@pytest.mark.parametrize("name", ["bos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("value", ["1", 1.0, True, [1], {"id": 1}])
+def test_a_token_of_another_kind_is_named(
+    name: str, value: Any, facts_of: Callable[..., VerifierFacts]
+) -> None:
+    with pytest.raises(UserError, match=name) as error:
+        facts_of({**LLAMA31, name: value}, {name: 1})  # the right one beside it does not hide it
+    assert repr(value) in str(error.value)
+    assert facts_of({**LLAMA31, "pad_token_id": -1}, {}).pad_token_id == -1  # written for none
+
+
+@pytest.mark.parametrize("depth", [700, 100_000])
+def test_a_configuration_nested_without_end_is_a_users_error(depth: int, tmp_path: Path) -> None:
+    nested = json.dumps({**LLAMA31, "extra": 0}).replace('"extra": 0', f'"extra": {"[" * depth}{"]" * depth}')
+    (tmp_path / "config.json").write_text(nested)
+    with pytest.raises(UserError, match=r"config\.json"):
+        read_facts(tmp_path)
 
 
 def test_missing_directory_and_missing_config(tmp_path: Path) -> None:

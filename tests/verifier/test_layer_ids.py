@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from eagle3lab.config.errors import UserError
 from eagle3lab.config.schema import DraftConfig, ModelConfig, Shapes
 from eagle3lab.verifier.layer_ids import check_aux_layer_ids, default_aux_layer_ids
-from eagle3lab.verifier.shapes import draft_layer_ids, layer_ids_of
+from eagle3lab.verifier.locate import asset_path
+from eagle3lab.verifier.shapes import draft_layer_ids, layer_ids_of, shapes_of
 
 
 @pytest.mark.parametrize(
@@ -71,11 +75,11 @@ def test_a_mistake_is_mended_where_it_was_made() -> None:
     shapes = Shapes(8, 8, 8, 2, 1, 4, 10, 100)
     model = ModelConfig(name="m", aux_layer_ids=[2, 8])
     with pytest.raises(UserError, match=r"\n.*extract\.layer_ids=\[2, 4, 5\]"):
-        layer_ids_of([3, 8], "extract.layer_ids", model, shapes)
+        layer_ids_of([3, 8], "extract.layer_ids", model, 8)
     with pytest.raises(UserError, match=r"\n.*draft\.aux_layer_ids="):
         draft_layer_ids(DraftConfig(name="d", aux_layer_ids=[3, 8]), model, shapes)
     with pytest.raises(UserError, match=r"\n.*model\.aux_layer_ids="):
-        layer_ids_of(None, "extract.layer_ids", model, shapes)
+        layer_ids_of(None, "extract.layer_ids", model, 8)
 
 
 def test_own_ids_come_before_the_models_and_more_layers_than_there_are_is_refused() -> None:
@@ -84,3 +88,21 @@ def test_own_ids_come_before_the_models_and_more_layers_than_there_are_is_refuse
     assert draft_layer_ids(DraftConfig(name="d", aux_layer_ids=[4, 5]), model, shapes) == (4, 5)
     with pytest.raises(UserError, match=r"at most the 3 aux layers of the model, \[2, 18, 33\]"):
         draft_layer_ids(DraftConfig(name="d", num_aux_layers=4), model, shapes)
+
+
+def test_an_option_of_another_verifier_than_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    tiny = asset_path("tiny")
+    own = Shapes(128, 384, 4, 4, 2, 32, 1024, 918656)
+    same = ModelConfig(name="m", path=str(tiny), shapes=own)
+    assert shapes_of(same) is own
+    other = replace(same, shapes=replace(own, num_layers=5, hidden_size=64))
+    with pytest.raises(
+        UserError, match=r"hidden_size 64, num_layers 5.*hidden_size 128, num_layers 4"
+    ) as error:
+        shapes_of(other)
+    assert (
+        f"try: model.shapes=null for a variant of it, or model=local model.name=NAME model.path={tiny}"
+        in str(error.value)
+    )
+    not_here = replace(other, path=str(tmp_path))  # a plan may be asked before the weights are there
+    assert shapes_of(not_here) is not_here.shapes

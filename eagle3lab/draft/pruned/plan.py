@@ -13,16 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from eagle3lab.config.schema import DraftConfig
 from eagle3lab.draft.ttt import supervision_masks
 
-from .block_lists import BLOCK, BlockLists, block_lists
+from .block_lists import BLOCK, BlockLists, Ints, block_lists
 
 Window = int | None
-Ints = NDArray[np.int64]
 
 # FlexAttention is compiled per length: keys are filled up to the pack's, queries to one of so many lengths.
 QUERY_SIZES = 4
