@@ -1,6 +1,7 @@
 """Drafts for SmolLM2-135M-Instruct side by side: trained by several recipes, decoded on public prompts.
 
-python benchmarks/acceptance_smollm2.py --out benchmarks/results/acceptance_smollm2.json --regenerate --copies 3 --parallel 8
+python benchmarks/acceptance_smollm2.py --out benchmarks/results/acceptance_smollm2.json --regenerate --copies 2 --parallel 8 \
+    --seq-len 8192
 python benchmarks/acceptance_smollm2.py --cpu --max-tokens 64000 --epochs 4 --prompts 8 --new-tokens 48 --seeds 1 \
     --seq-len 512 --parallel 1 --minutes 90 --out benchmarks/results/acceptance_smollm2_cpu.json
 python benchmarks/acceptance_smollm2.py --tiny --work /tmp/tiny    # on a CPU: does it run
@@ -67,16 +68,21 @@ RECIPES = {
     "default_k7": ("draft.ttt_steps=7", *ADAMW),
     "adamw_1e-4": ("draft.ttt_steps=3", "optim=adamw", "optim.lr=1e-4", WARM_UP),
 }
-ONE_SEED = {
+MUON = ("draft.ttt_steps=3", "optim=muon", WARM_UP)
+NORMS = ("draft.norm_before_fc=true", "draft.norm_output=true")  # EAGLE-3.1's
+FURTHER = {
     "default_k7_decay0.8": ("draft.ttt_steps=7", "loss.step_decay=0.8", *ADAMW),
     "adamw_3e-3": ("draft.ttt_steps=3", "optim=adamw", "optim.lr=3e-3", WARM_UP),
-    "muon_1e-2": ("draft.ttt_steps=3", "optim=muon", "optim.lr=1e-2", WARM_UP),
+    "muon_1e-2": (*MUON, "optim.lr=1e-2"),
+    "muon_3e-3": (*MUON, "optim.lr=3e-3"),
+    "muon_1e-2_norms": (*MUON, "optim.lr=1e-2", *NORMS),
+    "adamw_1e-3_norms": ("draft.ttt_steps=3", *ADAMW, *NORMS),
     "speculators_k7": ("experiment=speculators_09", "draft.step=reference", "draft.ttt_steps=7"),
 }
 
 
 def trials(seeds: Sequence[int]) -> Iterator[Trial]:
-    """All of them, what is wanted most first: recipes, curves, the choice by loss, further seeds, further recipes."""
+    """All of them, what is wanted most first: recipes, curves, the choice by loss, their seeds, further recipes."""
     first, *others = seeds
     point = Trial("default", RECIPES["default"], first, on_curve=True)
     tokens = {share: replace(point, variant=f"default_tokens{share:g}", tokens=share) for share in TOKENS}
@@ -92,8 +98,9 @@ def trials(seeds: Sequence[int]) -> Iterator[Trial]:
     for seed in others:
         for variant, overrides in RECIPES.items():
             yield Trial(variant, overrides, seed)
-    for variant, overrides in ONE_SEED.items():
-        yield Trial(variant, overrides, first)
+    for seed in seeds:
+        for variant, overrides in FURTHER.items():
+            yield Trial(variant, overrides, seed)
 
 
 class Bench:
@@ -169,7 +176,7 @@ def extract(bench: Bench) -> None:
     manifest = json.loads((bench.store / "manifest.json").read_text())
     kept = ("num_rows", "num_tokens", "num_supervised")
     bench.notes["store"] = {name: manifest[name] for name in kept} | {
-        "recipe": " ".join(["extract.py", *bench.words, *data, *backend]),
+        "recipe": " ".join(["extract.py", *bench.words, *data, *backend]).replace(f"{bench.work}/", ""),
         "seconds": round(bench.seconds() - start, 1),
     }
     print(bench.notes["store"], flush=True)

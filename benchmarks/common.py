@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +26,25 @@ def hardware_name() -> str:
     return f"{os.cpu_count()} x {platform.machine()} CPU"
 
 
+def commit_text(git: Mapping[str, Any]) -> str | None:
+    """The commit of a `git_state`; one that is not all of the code that ran says so."""
+    return f"{git['commit']} and uncommitted changes" if git["dirty"] else git["commit"]
+
+
 def write_results(
     target: Path, rows: Sequence[dict[str, Any]], *, notes: dict[str, Any] | None = None
 ) -> None:
     """Write `{command, commit, date, hardware, versions, rows}`.
 
-    A commit that is not all of the code that ran says so. EAGLE3LAB_COMMIT names the commit of a copy that git
-    knows nothing about, and is believed.
+    EAGLE3LAB_COMMIT names the commit of a copy that git knows nothing about, and is believed.
     """
     words = list(sys.argv)
     for option in ("--out", "--work"):  # where files lay on that machine says nothing
         if option in words:
             del words[words.index(option) : words.index(option) + 2]
-    state = git_state(ROOT)
-    commit = f"{state['commit']} and uncommitted changes" if state["dirty"] else state["commit"]
     content = {
         "command": " ".join(["python", *words]),
-        "commit": os.environ.get("EAGLE3LAB_COMMIT") or commit,
+        "commit": os.environ.get("EAGLE3LAB_COMMIT") or commit_text(git_state(ROOT)),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "hardware": hardware_name(),
         "versions": {"python": platform.python_version(), **package_versions(), "torch": torch.__version__},

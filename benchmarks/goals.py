@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -31,8 +33,7 @@ def main() -> None:
         if not path.is_file():
             lines.append((name, "", "not measured", "", ""))
             continue
-        for row in json.loads(path.read_text())["rows"]:
-            lines += [(name, *rest) for rest in read(row)]
+        lines += [(name, *rest) for rest in read(json.loads(path.read_text())["rows"])]
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
@@ -85,17 +86,34 @@ def startup(row: Row) -> Iterator[Line]:
     yield at_most(f"{row['command']}: seconds", row["seconds"], 1.5)
 
 
-READERS: dict[str, Callable[[Row], Iterator[Line]]] = {
-    "train_step_h200": train_step,
-    "end_to_end_h200": end_to_end,
-    "scaling_h200x2": scaling,
-    "scaling_wide_h200x2": scaling,
-    "scaling_h200x4": scaling,
-    "scaling_wide_h200x4": scaling,
-    "extract_h200": extract,
-    "extract_hf_cpu": extract,
-    "fp8_store": fp8_store,
-    "startup": startup,
+def acceptance(rows: list[Row]) -> Iterator[Line]:
+    """The defaults against speculators' own trainer, of sets and seeds alike."""
+    lengths: dict[tuple[int, float], dict[str, list[float]]] = {}
+    for row in rows:
+        decoding = lengths.setdefault((row["k"], row["temperature"]), {})
+        decoding.setdefault(row["variant"], []).append(row["acceptance_length"])
+    for (k, temperature), of in sorted(lengths.items()):
+        if {"default", "speculators"} <= of.keys():
+            where = f"k={k}, T={temperature:g}: acceptance length, speculators' beside it"
+            yield at_least(where, mean(of["default"]), round(mean(of["speculators"]), 3))
+
+
+def each(read: Callable[[Row], Iterator[Line]]) -> Callable[[list[Row]], Iterator[Line]]:
+    return lambda rows: chain.from_iterable(map(read, rows))
+
+
+READERS: dict[str, Callable[[list[Row]], Iterator[Line]]] = {
+    "train_step_h200": each(train_step),
+    "end_to_end_h200": each(end_to_end),
+    "scaling_h200x2": each(scaling),
+    "scaling_wide_h200x2": each(scaling),
+    "scaling_h200x4": each(scaling),
+    "scaling_wide_h200x4": each(scaling),
+    "extract_h200": each(extract),
+    "extract_hf_cpu": each(extract),
+    "fp8_store": each(fp8_store),
+    "startup": each(startup),
+    "acceptance_smollm2": acceptance,
 }
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import ROOT
+from common import ROOT, commit_text
 
-from eagle3lab.evaluate.evaluation_file import find_evaluations
+from eagle3lab.evaluate.evaluation_file import FILE
 from eagle3lab.experiments.run_results import runs_of
 
 
@@ -39,7 +39,7 @@ def provenance_of(runs: list[Path]) -> dict[str, Any]:
 
 
 def was_decoded(run: Path) -> bool:
-    return any(run.glob("evaluation*/evaluation.json")) and bool(find_evaluations(run))
+    return any(run.glob(f"evaluation*/{FILE}"))
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
     notes = {key: training[key] for key in ("criterion", "baseline", "notes", "method") if key in training}
     content = {
         "command": " ".join(words),
-        "commit": git["commit"] + (" and uncommitted changes" if git["dirty"] else ""),
+        "commit": commit_text(git),
         "hardware": f"{len(gpus)} x {gpus[0]}" if gpus else provenance["hardware"]["cpu"],
         "versions": {"python": provenance["python"], **provenance["versions"]},
         "trials": [{key: trial[key] for key in ("run_dir", "state", "value")} for trial in index["trials"]],
