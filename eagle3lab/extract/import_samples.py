@@ -33,6 +33,7 @@ from eagle3lab.verifier.layer_ids import check_aux_layer_ids, default_aux_layer_
 from eagle3lab.verifier.weights import load_edge_weights
 
 UNKNOWN = "unknown: imported"  # the files do not say with which tokenizer and template they were made
+_LAYER_IDS = "--layer-ids"  # the option of `store import`
 _LOSSLESS = {torch.bfloat16: "bfloat16", torch.float16: "float32", torch.float32: "float32"}
 
 
@@ -106,17 +107,17 @@ def import_samples(
 
 
 def _layer_ids(layer_ids: Sequence[int] | None, num_aux: int, facts: VerifierFacts) -> tuple[int, ...]:
-    ids = layer_ids or default_aux_layer_ids(facts.num_layers)
+    ids = layer_ids or default_aux_layer_ids(facts.num_layers, override=_LAYER_IDS)
     if len(ids) != num_aux:
         raise UserError(
             Problem(
                 f"the files hold {num_aux} aux layers; layer ids",
                 list(ids),
                 expected=f"{num_aux} ids, in the files' order",
-                fix="--layer-ids ID ID ...",
+                fix=f"{_LAYER_IDS} ID ID ...",
             )
         )
-    return check_aux_layer_ids(ids, facts.num_layers)
+    return check_aux_layer_ids(ids, facts.num_layers, override=_LAYER_IDS)
 
 
 def _plan(

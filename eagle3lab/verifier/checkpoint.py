@@ -142,11 +142,9 @@ def _files_without_index(path: Path) -> list[Path]:
     numbered = [m for f in files if (m := _SHARD_NUMBER.search(f.name))]
     totals = {int(m[2]) for m in numbered}
     if len(totals) == 1 and len(numbered) != (total := totals.pop()):
-        raise UserError(
-            Problem(
-                f"{path} holds {len(numbered)} of {total} shards", files[0].name, "the complete checkpoint"
-            )
-        )
+        there = {int(m[1]) for m in numbered}
+        missing = [f"number {i}" for i in range(1, total + 1) if i not in there]
+        raise _incomplete(f"{path} holds {len(numbered)} of {total} shards", missing or [files[-1].name])
     return files
 
 

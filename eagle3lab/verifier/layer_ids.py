@@ -14,10 +14,10 @@ from eagle3lab.config.errors import Problem, UserError, raise_all
 OVERRIDE = "model.aux_layer_ids"
 
 
-def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
+def default_aux_layer_ids(num_layers: int, *, override: str = OVERRIDE) -> tuple[int, ...]:
     """(2, n // 2, n - 3) of n layers: the early, middle and late layer of EAGLE-3's reference code.
 
-    Raises `UserError` with ids to use instead where those three are not distinct, increasing and >= 1.
+    `override` names the setting that takes other ids. Raises `UserError` with ids to use instead where those three are not distinct, increasing and >= 1.
     """
     ids = (2, num_layers // 2, num_layers - 3)
     if 1 <= ids[0] < ids[1] < ids[2]:
@@ -28,7 +28,7 @@ def default_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
             f"the default aux layers 2, n//2, n-3 of a verifier with {num_layers} layers",
             list(ids),
             "distinct, increasing ids of at least 1",
-            f"{OVERRIDE}={list(spread)}" if spread else "a verifier with at least 2 layers",
+            _setting(override, spread),
         )
     )
 
@@ -42,13 +42,12 @@ def spread_layer_ids(num_layers: int) -> tuple[int, ...]:
 def check_aux_layer_ids(ids: Sequence[int], num_layers: int, *, override: str = OVERRIDE) -> tuple[int, ...]:
     """`ids` as a tuple, where each is in 1..num_layers-1 and they increase strictly.
 
-    `override` names the setting the ids came from. Order is part of a draft's meaning (it fixes the
+    `override` names the setting the ids came from, `--layer-ids` as an option. Order is part of a draft's meaning (it fixes the
     columns of the first projection), and engines return ascending ids whatever was asked: another
     order is an error and is not sorted. Raises `UserError`.
     """
     problems: list[Problem] = []
-    proposed = _proposed(ids, num_layers)
-    proposal = f"{override}={proposed}" if proposed else "a verifier with at least 2 layers"
+    proposal = _setting(override, _proposed(ids, num_layers))
     if not ids:
         problems.append(Problem("no aux layer ids", None, "at least one", proposal))
     if not all(_is_whole(i) for i in ids):
@@ -75,6 +74,12 @@ def check_aux_layer_ids(ids: Sequence[int], num_layers: int, *, override: str = 
         problems.append(Problem("aux layer ids", list(ids), "strictly increasing ids", proposal))
     raise_all(problems)
     return tuple(ids)
+
+
+def _setting(override: str, ids: Sequence[int]) -> str:
+    if not ids:
+        return "a verifier with at least 2 layers"
+    return " ".join([override, *map(str, ids)]) if override.startswith("--") else f"{override}={list(ids)}"
 
 
 def _proposed(ids: Sequence[int], num_layers: int) -> list[int]:

@@ -132,6 +132,8 @@ def test_another_number_of_layers_or_width_is_refused(tmp_path, llama, states, m
     write_v1(tmp_path / "old", states)
     with pytest.raises(UserError, match=r"the files hold 3 aux layers.*\[2, 4\]"):
         run(tmp_path / "old", tmp_path / "store", llama, layer_ids=(2, 4))
+    with pytest.raises(UserError, match=r"strictly increasing ids\s+try: --layer-ids 2 4 5"):
+        run(tmp_path / "old", tmp_path / "store", llama, layer_ids=(4, 2, 5))
     narrow = make_model(hidden_size=32, head_dim=8)
     with pytest.raises(UserError, match="hidden size of the states: 64; expected 32"):
         run(tmp_path / "old", tmp_path / "store", narrow)
