@@ -38,7 +38,7 @@ def write_results(
 
     EAGLE3LAB_COMMIT names the commit of a copy that git knows nothing about, and is believed.
     """
-    words = list(sys.argv)
+    words = [str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]]
     for option in ("--out", "--work"):  # where files lay on that machine says nothing
         if option in words:
             del words[words.index(option) : words.index(option) + 2]

@@ -20,6 +20,7 @@ from eagle3lab.config.foreign_code import foreign_code
 from eagle3lab.config.help import help_text
 from eagle3lab.config.invocation import Invocation, named
 from eagle3lab.config.launcher import launcher_problems
+from eagle3lab.config.names import CHECKPOINTS
 from eagle3lab.config.overruled import overruled
 from eagle3lab.config.places import usable_places
 from eagle3lab.config.schema import TrainRoot
@@ -135,7 +136,6 @@ def _taken_up(cfg: Any, invocation: Invocation) -> Any:
 
 def _has_checkpoint(run_dir: Path) -> bool:
     from eagle3lab.training.checkpoint_files import LAST, PREVIOUS
-    from eagle3lab.training.trainer import CHECKPOINTS
 
     return any((run_dir / CHECKPOINTS / name).is_file() for name in (LAST, PREVIOUS))
 

@@ -9,6 +9,9 @@ EXIT_USER_ERROR = 2
 EXIT_LOST = 1
 EXIT_STOPPED = 143  # 128 + SIGTERM, as a shell reports it
 
+# what reading a JSON file raises that is damaged, nested too deeply, or holds other things than expected
+DAMAGED_JSON = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -1,4 +1,4 @@
-"""Names of runs, made from what was chosen and what was changed, so that no name can lie."""
+"""Names of runs, made from what was chosen and what was changed, so that no name can lie; and of files in them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from .loss_text import loss_label
 from .noise import noise_label
 from .schema import TrainRoot
 
+METRICS, CHECKPOINTS = "metrics.csv", "checkpoints"  # in a run directory, written while it trains
 MAX_LENGTH = 120
 # where or how long a run computes, not what: these never change a result's meaning
 _SILENT = (

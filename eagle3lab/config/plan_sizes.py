@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import IntegrityError, Problem
+from .errors import DAMAGED_JSON, IntegrityError, Problem
 from .schema import DraftConfig, LastState, LayerType, Shapes, StoreDtype
 
 GIB = 2**30
@@ -102,7 +102,7 @@ class StoreCounts:
             share = int(values["num_supervised"]) / max(tokens, 1)
             last_state = LastState(values.get("last_state_rows", LastState.all.value))
             return cls(tokens, share, StoreDtype(values["dtype"]), last_state)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except DAMAGED_JSON as error:
             raise IntegrityError(Problem(f"{manifest} is not the manifest of a store ({error})")) from error
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3lab.config.errors import IntegrityError, Problem, UserError
+from eagle3lab.config.errors import DAMAGED_JSON, IntegrityError, Problem, UserError
 from eagle3lab.evaluate.acceptance import AcceptanceCounts
 
 FILE = "evaluation.json"
@@ -111,7 +111,7 @@ def read_evaluation(path: Path) -> list[Measurement]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         found = content["format"] == FORMAT and content["format_version"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, *DAMAGED_JSON) as error:
         raise IntegrityError(
             Problem(f"{path} is no evaluation", f"{type(error).__name__}: {error}", f"a file {FILE}")
         ) from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3lab.config.errors import Problem, UserError, raise_all
+from eagle3lab.config.errors import DAMAGED_JSON, Problem, UserError, raise_all
 from eagle3lab.config.schema import PromptsConfig
 from eagle3lab.evaluate.prompt_sets import fetch_prompts
 from eagle3lab.verifier.locate import asset_path, cache_dir
@@ -49,7 +49,7 @@ def read_prompts(prompts: PromptsConfig) -> list[Prompt]:
             if first != number:
                 raise ValueError(f"the id {prompt.prompt_id!r} is that of line {first}")
             found.append(prompt)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except DAMAGED_JSON as error:
             problems.append(
                 Problem(
                     f"{path.name}:{number} is not a prompt",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from eagle3lab.config.invocation import Invocation
-from eagle3lab.config.names import honest_choices
+from eagle3lab.config.names import METRICS, honest_choices
 from eagle3lab.config.schema import TrainRoot
 from eagle3lab.config.stamp import is_rank_zero
 from eagle3lab.draft.export import export_draft
@@ -22,7 +22,7 @@ from eagle3lab.store.trained_on import TRAINED_ON_FILE
 
 from .plots import plot_curves
 from .provenance import collect, package_versions
-from .run_dir import CONFIG, METRICS, PROVENANCE, SUMMARY, claimed, only_run_in, write_json
+from .run_dir import CONFIG, PROVENANCE, SUMMARY, claimed, only_run_in, write_json
 from .tracking import WandbTracker, build_wandb
 
 if TYPE_CHECKING:

@@ -11,12 +11,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from eagle3lab.config.errors import Problem, UserError, raise_all
+from eagle3lab.config.names import METRICS
 from eagle3lab.config.options import group_options
 from eagle3lab.store.files import sha256_of, write_text
 from eagle3lab.store.manifest import is_complete, manifest_hash, read_manifest
 
 from .run_config import flatten, is_place, read_content
-from .run_dir import CONFIG, METRICS, PROVENANCE, SUMMARY, read_json
+from .run_dir import CONFIG, PROVENANCE, SUMMARY, read_json
 
 PRIMARY = "rerun"  # a primary configuration of Hydra's, in the new run directory
 WEIGHTS = Path("draft") / "model.safetensors"

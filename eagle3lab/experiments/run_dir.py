@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.config.names import CHECKPOINTS, METRICS
 from eagle3lab.store.files import locked, write_text
 
 CONFIG = "config.yaml"
 PROVENANCE = "provenance.json"
 SUMMARY = "summary.json"
-METRICS, CHECKPOINTS = "metrics.csv", "checkpoints"  # names that `training.trainer` writes
 SWEEP_INDEX = "sweep.json"  # of a directory of run directories, see `sweep_files`
 FINISHED, FAILED = "finished", "failed"  # what became of a run or a trial
 

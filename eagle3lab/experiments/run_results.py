@@ -140,13 +140,14 @@ def _trials(directory: Path) -> list[Trial]:
     """The trials of the index as their own records have them now: the index is of the sweep's start or end."""
     if not (directory / SWEEP_INDEX).is_file():
         return []
-    entry = read_json(directory / SWEEP_INDEX).get("entry", "train")
+    index = read_json(directory / SWEEP_INDEX)
+    entry = index.get("entry", "train")
     if entry != "train":
         raise UserError(
             Problem(f"a sweep of {entry}.py has no training runs", str(directory), "one of train.py")
         )
     records = {trial.number: trial for trial in read_trials(directory)}
-    for planned in read_json(directory / SWEEP_INDEX).get("trials", []):
+    for planned in index.get("trials", []):
         told = {key: planned[key] for key in ("run_dir", "error", "log") if planned.get(key)}
         trial = Trial(planned["number"], tuple(planned["overrides"]), planned["state"], **told)
         records.setdefault(trial.number, trial)

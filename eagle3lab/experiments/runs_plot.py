@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from eagle3lab.config.names import METRICS
 from eagle3lab.config.selection import FIGURES
 
 from .compare_runs import RunComparison
 from .plots import read_metrics, save_figure
-from .run_dir import METRICS
 
 
 def plot_runs(comparison: RunComparison, target: Path) -> None:

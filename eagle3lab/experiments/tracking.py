@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from eagle3lab.config.errors import Problem, UserError
+from eagle3lab.config.names import METRICS
 from eagle3lab.config.schema import WandbConfig, WandbMode
-
-from .run_dir import METRICS
 
 RUN_ID = "wandb_run_id"
 

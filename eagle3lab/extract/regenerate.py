@@ -27,15 +27,11 @@ from eagle3lab.extract.capture import timed
 from eagle3lab.extract.generated import Generated
 from eagle3lab.extract.progress import CaptureProgress, say
 from eagle3lab.extract.report import ExtractReport, append_log, lost_answers_error
-from eagle3lab.rows.build import Built, Recipe, assemble_rows, make_recipe, refuse_faults
+from eagle3lab.rows.build import Built, Recipe, assemble_rows, read_for
 from eagle3lab.rows.dialogue import Dialogue
-from eagle3lab.rows.readers import read_conversations
-from eagle3lab.rows.render import part_separator, template_arguments
 from eagle3lab.rows.rows import Conversation, RowSet, canonical_json, sha256_text
-from eagle3lab.rows.split import num_prefixes
 from eagle3lab.rows.tokenizer import (
     Tokenizer,
-    load_tokenizer,
     template_args_hash,
     template_hash,
     tokenizer_hash,
@@ -78,14 +74,7 @@ def regenerate_rows(
         IntegrityError: damaged answers, or answers that are not those of the store.
     """
     with timed(seconds, "rows"):
-        tokenizer = load_tokenizer(model, facts.path)
-        separator = part_separator(tokenizer, template_arguments(tokenizer, model))
-        conversations, account = read_conversations(data, separator)
-        refuse_faults(account, data.strict)
-        recipe = make_recipe(data, model, facts, tokenizer)
-        prefixes = num_prefixes(conversations)
-        if prefixes:
-            account.noted["prefix_of_longer"] = prefixes
+        tokenizer, recipe, conversations, account = read_for(data, model, facts)
         header = _header(model, data, facts, tokenizer, recipe, conversations)
     with ExitStack() as stack:
         if extract.part == 0:

@@ -85,19 +85,28 @@ def build_rows(
     Raises UserError for unusable input, for the first faulty conversation with `data.strict`, and
     when no conversation gives a row.
     """
-    tokenizer = load_tokenizer(model, facts.path)
-    separator = part_separator(tokenizer, template_arguments(tokenizer, model))
-    conversations, account = read_conversations(data, separator)
-    refuse_faults(account, data.strict)
-    recipe = make_recipe(data, model, facts, tokenizer)
-    prefixes = num_prefixes(conversations)
-    if prefixes:
-        account.noted["prefix_of_longer"] = prefixes
-
+    tokenizer, recipe, conversations, account = read_for(data, model, facts)
     if num_workers is None:
         num_workers = worthwhile_workers(len(conversations))
     with _outcomes(conversations, tokenizer, recipe, model, facts.path, num_workers) as outcomes:
         return assemble_rows(conversations, outcomes, account, data, model, facts, tokenizer, recipe)
+
+
+def read_for(
+    data: DataConfig, model: ModelConfig, facts: VerifierFacts
+) -> tuple[Tokenizer, Recipe, list[Conversation], Accounting]:
+    """The conversations of `data` as the model's template takes them, and what their rows are made with.
+
+    Raises UserError for unusable input, and for the first faulty conversation with `data.strict`.
+    """
+    tokenizer = load_tokenizer(model, facts.path)
+    recipe = make_recipe(data, model, facts, tokenizer)
+    conversations, account = read_conversations(data, part_separator(tokenizer, recipe.rules.arguments))
+    refuse_faults(account, data.strict)
+    prefixes = num_prefixes(conversations)
+    if prefixes:
+        account.noted["prefix_of_longer"] = prefixes
+    return tokenizer, recipe, conversations, account
 
 
 def assemble_rows(

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3lab.config.errors import IntegrityError, Problem, UserError, raise_all
+from eagle3lab.config.errors import DAMAGED_JSON, IntegrityError, Problem, UserError, raise_all
 from eagle3lab.store.files import append_durably, write_text
 
 ANSWERS_FILE = "answers.jsonl"
@@ -54,7 +54,7 @@ class StoredAnswer:
             numbers = all(type(value) is int for value in (answer.turn, *ids))
             if not (texts and numbers and isinstance(answer.ended, bool) and ids):
                 raise ValueError("a value of another kind")
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        except DAMAGED_JSON as error:
             raise ValueError(str(error)) from error
         return answer
 
@@ -89,7 +89,7 @@ def read_answers(store: Path) -> Answers | None:
         header = json.loads(lines[0])
         if header.pop("format") != FORMAT or header.pop("format_version") != FORMAT_VERSION:
             raise ValueError(f"not {FORMAT} {FORMAT_VERSION}")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except DAMAGED_JSON as error:
         raise IntegrityError(Problem(f"{path} does not begin as a file of answers ({error})")) from error
     by_key: dict[Key, StoredAnswer] = {}
     for number, line in enumerate(lines[1:], 2):

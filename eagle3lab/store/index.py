@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3lab.config.errors import IntegrityError, Problem
+from eagle3lab.config.errors import DAMAGED_JSON, IntegrityError, Problem
 from eagle3lab.store.files import append_durably, write_text
 from eagle3lab.store.identity import plan_hash
 from eagle3lab.store.manifest import Manifest
@@ -84,7 +84,7 @@ class ShardEntry:
                 end += row.length
             if end != entry.num_tokens:
                 raise ValueError(f"the rows of {entry.file} have {end} tokens, not {entry.num_tokens}")
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        except DAMAGED_JSON as error:
             raise ValueError(str(error)) from error
         return entry
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from eagle3lab.config.errors import IntegrityError, Problem, UserError, raise_all
+from eagle3lab.config.errors import DAMAGED_JSON, IntegrityError, Problem, UserError, raise_all
 from eagle3lab.config.schema import LastState
 from eagle3lab.store.disk import BYTES_PER_VALUE
 from eagle3lab.store.files import write_text
@@ -149,7 +149,7 @@ def read_manifest(path: Path) -> Manifest:
             if version > 1 and seal != found:
                 raise ValueError(f"it was changed after it was written: its sha256 is {found}, not {seal}")
             return manifest
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except DAMAGED_JSON as error:
         raise IntegrityError(Problem(f"{file} is not the manifest of a store ({error})")) from error
     raise UserError(
         Problem(

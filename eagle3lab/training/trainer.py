@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from eagle3lab.config import schema
 from eagle3lab.config.errors import Problem, UserError, raise_all
 from eagle3lab.config.flops import StepWork
+from eagle3lab.config.names import CHECKPOINTS, METRICS
 from eagle3lab.config.schema import Accelerator, HardwareConfig, Precision, TrainerConfig
 from eagle3lab.config.stamp import is_rank_zero
 
@@ -42,9 +43,6 @@ from .roofline import Speedometer, find_limit
 from .selection import Selection
 from .sharding import ShardedStrategy
 from .summary import TrainingSummary
-
-METRICS_FILE = "metrics.csv"
-CHECKPOINTS = "checkpoints"
 
 
 class RunProgressBar(RichProgressBar):
@@ -112,7 +110,7 @@ def fit(
         *metric_names(module.ttt_steps, datamodule.domain_names, num_drafted),
         *datamodule.noise_figures,
     ]
-    csv_log = CsvLog(run_dir / METRICS_FILE, columns, keep_until=start)
+    csv_log = CsvLog(run_dir / METRICS, columns, keep_until=start)
     speed = Speedometer(plan.num_replicas, hardware.peak_tflops, needed_flops)
     log = IntervalLog(milestones, clock, print_line, speed, real)
     checkpoints = Checkpoints(directory, milestones, log, clock, selection, resumed=point, about=about)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle3lab.config.errors import IntegrityError, Problem, UserError
+from eagle3lab.config.errors import DAMAGED_JSON, IntegrityError, Problem, UserError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -95,7 +95,7 @@ def read_header(file: Path) -> list[TensorEntry]:
         entries = [
             _entry(file, name, value, 8 + length) for name, value in header.items() if name != "__metadata__"
         ]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except DAMAGED_JSON as error:
         raise IntegrityError(Problem(f"{file} has an unreadable safetensors header", str(error))) from error
     needed = max((e.end for e in entries), default=8 + length)
     if needed != size:
@@ -118,7 +118,7 @@ def _weight_map(path: Path) -> dict[str, str] | None:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except DAMAGED_JSON as error:
         raise IntegrityError(Problem(f"{index} is not an index of safetensors files", str(error))) from error
 
 

@@ -27,7 +27,8 @@ from eagle3lab.store.writer import StoreWriter
 from eagle3lab.training.build import build_module
 from eagle3lab.training.datamodule import Eagle3DataModule
 from eagle3lab.training.replicas import micro_batches_per_update
-from eagle3lab.training.trainer import METRICS_FILE, fit
+from eagle3lab.config.names import METRICS
+from eagle3lab.training.trainer import fit
 from eagle3lab.verifier.facts import read_facts
 from eagle3lab.verifier.weights import load_edge_weights
 
@@ -167,7 +168,7 @@ def largest_difference(one: Any, two: Any) -> float:
 
 
 def logged(path: Path, column: str) -> list[float]:
-    with (path / METRICS_FILE).open(newline="") as f:
+    with (path / METRICS).open(newline="") as f:
         return [float(row[column]) for row in csv.DictReader(f) if row[column]]
 
 

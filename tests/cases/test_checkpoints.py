@@ -18,7 +18,7 @@ from case_run import Run, config, expected, largest_difference, logged
 from eagle3lab.config.errors import IntegrityError, UserError
 from eagle3lab.config.schema import OptimConfig, Schedule, TrainerConfig
 from eagle3lab.training.checkpoint_files import LAST, PREVIOUS, UNFINISHED, find_resume_point, read_position
-from eagle3lab.training.trainer import CHECKPOINTS
+from eagle3lab.config.names import CHECKPOINTS
 
 from ..training.tiny_run import Stop, StopAt
 

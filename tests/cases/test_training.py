@@ -23,7 +23,7 @@ from eagle3lab.training.loss_weights import loss_weights
 from eagle3lab.training.metrics import Sums, validation_figures, validation_widths
 from eagle3lab.training.optim import build_learning_rate
 from eagle3lab.training.run_plan import RunPlan
-from eagle3lab.training.trainer import CHECKPOINTS
+from eagle3lab.config.names import CHECKPOINTS
 
 CASES = Path(__file__).parent
 

@@ -140,23 +140,24 @@ def test_weights_of_another_shape_or_with_a_damaged_header_are_refused(make_mode
         HuggingFaceEngine(path, facts)
 
 
+UNKNOWN, WRONG_KIND = r"'no_such'\)", r".*(hidden_act|'int' object)"
+
+
 @pytest.mark.parametrize(
-    "unknown", [{"hidden_act": "no_such"}, {"rope_parameters": {"rope_type": "no_such", "rope_theta": 1e4}}]
+    ("changed", "reason"),
+    [
+        ({"hidden_act": "no_such"}, UNKNOWN),
+        ({"rope_parameters": {"rope_type": "no_such", "rope_theta": 1e4}}, UNKNOWN),
+        ({"hidden_act": 5}, WRONG_KIND),
+        ({"layer_types": 5}, WRONG_KIND),
+        ({"quantization_config": 5}, WRONG_KIND),
+    ],
 )
-def test_what_transformers_does_not_know_is_a_user_error(make_model, unknown):
+def test_what_transformers_does_not_take_is_a_user_error(make_model, changed, reason):
     path = make_model("llama", seed=6)
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **unknown}))
-    with pytest.raises(UserError, match=r"could not be loaded by transformers \('no_such'\)"):
-        HuggingFaceEngine(path, read_facts(path))
-
-
-@pytest.mark.parametrize("wrong", [{"hidden_act": 5}, {"layer_types": 5}, {"quantization_config": 5}])
-def test_values_of_a_kind_that_transformers_does_not_take_are_a_user_error(make_model, wrong):
-    path = make_model("llama", seed=7)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **wrong}))
-    with pytest.raises(UserError, match=r"could not be loaded by transformers \(.*(hidden_act|'int' object)"):
+    (path / "config.json").write_text(json.dumps({**config, **changed}))
+    with pytest.raises(UserError, match=rf"could not be loaded by transformers \({reason}"):
         HuggingFaceEngine(path, read_facts(path))
 
 

@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 
+from eagle3lab.config.names import CHECKPOINTS, METRICS
 from eagle3lab.config.schema import Schedule, TrainerConfig, TrainingStep
 from eagle3lab.store.reader import StoreReader
 from eagle3lab.training.checkpoint_files import LAST, UNFINISHED, fault_of, find_resume_point
-from eagle3lab.training.trainer import CHECKPOINTS, METRICS_FILE, fit
+from eagle3lab.training.trainer import fit
 
 UPDATES_PER_EPOCH = 4  # 8 packs in updates of 2
 STOPS = {"mid-epoch": 6, "last batch of an epoch": 7, "end of an epoch": 8, "first update": 1}
@@ -68,7 +69,7 @@ class Setting:
 def differences(one: Path, two: Path) -> dict[str, float]:
     """Largest absolute difference between two runs of weights, optimizer and logged figures (speed aside)."""
     first, second = (torch.load(p / CHECKPOINTS / LAST, weights_only=True) for p in (one, two))
-    rows_one, rows_two = (_rows(p / METRICS_FILE) for p in (one, two))
+    rows_one, rows_two = (_rows(p / METRICS) for p in (one, two))
     return {
         "weights": _largest(first["state_dict"], second["state_dict"]),
         "optimizer": _largest(first["optimizer_states"], second["optimizer_states"]),

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from eagle3lab.config.names import CHECKPOINTS
 from eagle3lab.store.reader import StoreReader
 from eagle3lab.training.checkpoint_files import LAST, PREVIOUS, fault_of
-from eagle3lab.training.trainer import CHECKPOINTS
 
 NONE = {"weights": 0.0, "optimizer": 0.0, "logged": 0.0}
 
